@@ -1,0 +1,1 @@
+"""What was spent and what may still be: accountants, calibration, the plan and the ledger."""

@@ -1,0 +1,66 @@
+"""What the accountants of Gaussian events share: which they bound, and at what sensitivity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fl_app.errors import AccountingError
+from fl_app.privacy import NeighboringRelation, NoiseKind, PrivacyEvent, Sampling
+
+if TYPE_CHECKING:
+    from fl_app.plugins import Accountant
+
+
+def refusal(event: PrivacyEvent) -> str | None:
+    """Returns None if `event` is Gaussian and its sampling fits its relation, else what to do."""
+    if event.noise is not NoiseKind.GAUSSIAN:
+        return f"cannot bound {event.noise} noise; choose a Gaussian mechanism"
+    needed = {
+        Sampling.POISSON: NeighboringRelation.ADD_OR_REMOVE_ONE,
+        Sampling.FIXED_SIZE: NeighboringRelation.REPLACE_ONE,
+    }.get(event.sampling, event.relation)
+    if event.relation is not needed:
+        return (
+            f"bounds {event.sampling} sampling under {needed} only, not {event.relation}; "
+            f"state the event under {needed}, or take no credit for the sampling"
+        )
+    return None
+
+
+def sensitivity_multiplier(event: PrivacyEvent) -> float:
+    """Returns noise std / sensitivity of one step: z, or z / 2 where a unit is replaced.
+
+    Replacing one clipped contribution by another moves the sum by up to 2C. The halved multiplier
+    goes to the library as a plain Gaussian of sensitivity 1, never together with an option of it
+    that doubles the sensitivity once more.
+    """
+    halved = event.relation is NeighboringRelation.REPLACE_ONE
+    return event.noise_multiplier / 2 if halved else event.noise_multiplier
+
+
+def step_counts(
+    accountant: Accountant, events: Mapping[PrivacyEvent, int], delta: float
+) -> dict[PrivacyEvent, int]:
+    """Returns how often each single step is composed: `events` with their ``steps`` multiplied out.
+
+    Raises:
+        AccountingError: delta outside (0, 1), a negative count, an event that `accountant` refuses,
+            or events of different units or relations, which make no one guarantee.
+    """
+    if not 0 < delta < 1:
+        raise AccountingError(f"privacy.target_delta={delta}: must lie strictly between 0 and 1")
+    steps: dict[PrivacyEvent, int] = {}
+    for event, count in events.items():
+        if count < 0:
+            raise AccountingError(f"count={count}: an event is composed 0 times or more")
+        if reason := accountant.refusal(event):
+            raise AccountingError(f"accountant={accountant.kind}: {reason}")
+        if count:
+            step = replace(event, steps=1)
+            steps[step] = steps.get(step, 0) + count * event.steps
+    if len(kinds := {(e.unit, e.relation) for e in steps}) > 1:
+        shown = ", ".join(sorted(f"{unit} under {relation}" for unit, relation in kinds))
+        raise AccountingError(f"events={shown}: compose events of one unit and relation at a time")
+    return steps

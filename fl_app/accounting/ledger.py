@@ -1,0 +1,364 @@
+"""The durable list of releases: one SQLite file, one row per release, chained by SHA-256.
+
+A row is on disk before `Ledger.append` returns. Rows hold the round and the event, both public; no
+times (rule 9). Each digest covers its row and the digest before it, the first one the run's id, so
+an edited, removed, inserted or reordered row is found. A chain cut at its end still fits together:
+keep the head and the number of rows elsewhere (the checkpoint does) and give them to `verify`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fl_app.errors import LedgerError, PrivacyError
+from fl_app.privacy import PrivacyEvent
+from fl_app.stages import LedgerEntry
+
+SCHEMA_VERSION = 1
+
+_TABLES = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "CREATE TABLE releases (seq INTEGER PRIMARY KEY, round INTEGER NOT NULL, event TEXT NOT NULL, "
+    "previous TEXT NOT NULL, digest TEXT NOT NULL)",
+)
+_SELECT = "SELECT seq, round, event, previous, digest FROM releases ORDER BY seq"
+_INSERT = "INSERT INTO releases (seq, round, event, previous, digest) VALUES (?, ?, ?, ?, ?)"
+
+
+class Ledger:
+    """An open ledger. One process at a time may hold it; others may `verify` it meanwhile.
+
+    Guarantee: what `append` and `append_all` returned survives a kill of the process and, where the
+        disk honours fsync, a loss of power.
+    """
+
+    def __init__(self, path: Path, lock: int, connection: sqlite3.Connection) -> None:
+        """Takes over an acquired lock and a connection; use `create` or `open` instead."""
+        self._path, self._lock, self._connection = path, lock, connection
+        self._genesis, self._entries, problems = _read(connection)
+        if problems:
+            raise LedgerError(f"{path}: {'; '.join(problems)}; restore it from a copy")
+        self._counts: dict[PrivacyEvent, int] = {}
+        for entry in self._entries:
+            self._count(PrivacyEvent.from_json(entry.event))
+
+    @classmethod
+    def create(cls, path: str | Path, run_id: str) -> Ledger:
+        """Returns a new, empty ledger of the run `run_id`.
+
+        Raises:
+            LedgerError: `path` is there already or cannot be written, or another process holds it.
+        """
+        path = Path(path)
+        with _locked(path) as lock, _explained(path):
+            try:
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644))
+            except FileExistsError:
+                raise LedgerError(
+                    f"{path}: is there already; a new run needs a new ledger, choose another folder"
+                ) from None
+            connection = _connect(path)
+            with _transaction(connection):
+                for statement in _TABLES:
+                    connection.execute(statement)
+                meta = {"schema": str(SCHEMA_VERSION), "run_id": run_id}
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+            _sync_folder(path.parent)
+            return cls(path, lock, connection)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Ledger:
+        """Returns the ledger at `path` for appending, its whole chain verified.
+
+        Raises:
+            LedgerError: missing, damaged, of another schema, or held by another process.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise LedgerError(f"{path}: there is no ledger; restore it or start a new run")
+        with _locked(path) as lock, _explained(path):
+            connection = _connect(path)
+            try:
+                return cls(path, lock, connection)
+            except BaseException:
+                connection.close()
+                raise
+
+    def append(self, round: int, event: PrivacyEvent) -> LedgerEntry:
+        """Returns the row of one release, durable."""
+        return self.append_all(round, [event])[0]
+
+    def append_all(self, round: int, events: Sequence[PrivacyEvent]) -> list[LedgerEntry]:
+        """Returns the rows of several releases of one round, durable: all of them or none.
+
+        Raises:
+            LedgerError: they could not be written; nothing is charged and nothing may be released.
+        """
+        entries: list[LedgerEntry] = []
+        previous = self.head
+        for seq, event in enumerate(events, start=self.num_rows + 1):
+            entries.append(_entry(seq, round, event.to_json(), previous))
+            previous = entries[-1].digest
+        with _explained(self._path), _transaction(self._connection):
+            self._connection.executemany(
+                _INSERT, [(e.seq, e.round, e.event, e.previous, e.digest) for e in entries]
+            )
+        self._entries += entries
+        for event in events:
+            self._count(event)
+        return entries
+
+    def entries(self) -> list[LedgerEntry]:
+        """Returns all rows in order."""
+        return list(self._entries)
+
+    def counts(self) -> dict[PrivacyEvent, int]:
+        """Returns how often each event was charged."""
+        return dict(self._counts)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self._entries)
+
+    @property
+    def head(self) -> str:
+        """Digest of the last row; of the run's id if there is none."""
+        return self.digest_at(self.num_rows)
+
+    def digest_at(self, num_rows: int) -> str:
+        """Returns the head as it was when the ledger had `num_rows` rows.
+
+        Raises:
+            LedgerError: it never had so many.
+        """
+        if not 0 <= num_rows <= self.num_rows:
+            raise LedgerError(f"{self._path}: has {self.num_rows} rows, not {num_rows}")
+        return self._entries[num_rows - 1].digest if num_rows else self._genesis
+
+    def close(self) -> None:
+        """Leaves one plain file without journals and gives up the lock. May be called twice."""
+        if self._lock < 0:
+            return
+        try:
+            # Folds the write-ahead log into the file: copying the one file then copies every row.
+            # A reader that is in the way only delays that to the next close.
+            self._connection.execute("PRAGMA journal_mode=DELETE")
+        except sqlite3.OperationalError:
+            pass
+        finally:
+            self._connection.close()
+            _unlock(self._path, self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _count(self, event: PrivacyEvent) -> None:
+        self._counts[event] = self._counts.get(event, 0) + 1
+
+
+def verify(path: str | Path, head: str | None = None, num_rows: int | None = None) -> list[str]:
+    """Returns what is wrong with the ledger at `path`; an empty list if nothing is.
+
+    Args:
+        path: the ledger; it may be open for writing in another process.
+        head: a head that it had once, kept elsewhere: without it rows removed at the end go unseen.
+        num_rows: the number of rows that it had then.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return [f"there is no ledger at {path}"]
+    try:
+        address = f"{path.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(address, uri=True)) as connection:
+            genesis, entries, problems = _read(connection)
+    except sqlite3.Error as error:
+        return [f"cannot be read as a ledger ({error})"]
+    if problems:
+        return problems
+    return _rollback_problems([genesis, *(entry.digest for entry in entries)], head, num_rows)
+
+
+def _rollback_problems(digests: Sequence[str], head: str | None, num_rows: int | None) -> list[str]:
+    """Returns what speaks against `digests`, one per number of rows, having had `head` before."""
+    kept = "the record kept elsewhere"
+    if num_rows is not None and num_rows >= len(digests):
+        return [f"older than {kept}: {len(digests) - 1} rows instead of {num_rows}"]
+    expected = digests if num_rows is None else [digests[num_rows]]
+    if head is not None and head not in expected:
+        return [f"older than {kept}, or of another run: that head is not in its chain"]
+    return []
+
+
+def read(path: str | Path) -> list[LedgerEntry]:
+    """Returns the verified rows of the ledger at `path`, also while another process writes to it.
+
+    Raises:
+        LedgerError: missing or damaged.
+    """
+    _, entries, problems = _read_file(Path(path))
+    if problems:
+        raise LedgerError(f"{path}: {'; '.join(problems)}; restore it from a copy")
+    return entries
+
+
+def _read_file(path: Path) -> tuple[str, list[LedgerEntry], list[str]]:
+    """Returns what `_read` does, over a connection that cannot write."""
+    if not path.is_file():
+        return "", [], [f"there is no ledger at {path}"]
+    try:
+        uri = f"{path.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(uri, uri=True)) as connection:
+            return _read(connection)
+    except sqlite3.Error as error:
+        return "", [], [f"cannot be read as a ledger ({error})"]
+
+
+def _read(connection: sqlite3.Connection) -> tuple[str, list[LedgerEntry], list[str]]:
+    """Returns the genesis digest, the rows, and what is wrong with them."""
+    try:
+        meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+        rows = connection.execute(_SELECT).fetchall()
+    except sqlite3.Error as error:
+        return "", [], [f"not a ledger ({error})"]
+    if meta.get("schema") != str(SCHEMA_VERSION) or "run_id" not in meta:
+        shown = meta.get("schema", "none")
+        return "", [], [f"schema version {shown}: only {SCHEMA_VERSION} can be read"]
+    genesis = _digest(["genesis", SCHEMA_VERSION, meta["run_id"]])
+    entries = [
+        LedgerEntry(seq=seq, round=round, event=event, previous=previous, digest=digest)
+        for seq, round, event, previous, digest in rows
+    ]
+    return genesis, entries, list(_chain_problems(genesis, entries))
+
+
+def _chain_problems(genesis: str, entries: Sequence[LedgerEntry]) -> Iterator[str]:
+    """Yields the first break of the chain: what follows it means nothing any more."""
+    previous = genesis
+    for seq, entry in enumerate(entries, start=1):
+        if entry.seq != seq:
+            yield f"row {seq} is missing"
+            return
+        if entry != _entry(seq, entry.round, entry.event, previous):
+            yield f"row {seq} was changed, moved or belongs to another chain"
+            return
+        try:
+            PrivacyEvent.from_json(entry.event)
+        except PrivacyError as error:
+            yield f"row {seq} cannot be understood ({error})"
+            return
+        previous = entry.digest
+
+
+def _entry(seq: int, round: int, event: str, previous: str) -> LedgerEntry:
+    digest = _digest([seq, round, event, previous])
+    return LedgerEntry(seq=seq, round=round, event=event, previous=previous, digest=digest)
+
+
+def _digest(values: list[Any]) -> str:
+    text = json.dumps(values, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Returns a connection in which every commit is synced to disk before it returns."""
+    connection = sqlite3.connect(path, isolation_level=None, timeout=10)
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        raise LedgerError(
+            f"{path}: cannot be read or written ({error}); check disk space, rights and the file"
+        ) from error
+
+
+def _lock_path(path: Path) -> Path:
+    # Not the database itself: closing another descriptor of it would drop SQLite's own locks.
+    return path.with_name(path.name + ".lock")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Yields the descriptor of the held lock, which stays held unless the body raises.
+
+    Raises:
+        LedgerError: somebody holds it, or the folder is not there.
+    """
+    lock = _acquire(path)
+    try:
+        yield lock
+    except BaseException:
+        _unlock(path, lock)
+        raise
+
+
+def _acquire(path: Path) -> int:
+    name = _lock_path(path)
+    while True:
+        with _explained(path):
+            lock = os.open(name, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The holder before us may have unlinked the file that we had opened meanwhile.
+            if os.path.exists(name) and os.path.samestat(os.fstat(lock), os.stat(name)):
+                return lock
+            os.close(lock)
+        except BlockingIOError:
+            os.close(lock)
+            raise LedgerError(
+                f"{path}: held by another process; wait until it ends, or end it"
+            ) from None
+
+
+def _unlock(path: Path, lock: int) -> None:
+    _lock_path(path).unlink(missing_ok=True)
+    os.close(lock)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a new file's name durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,366 @@
+"""What a run will cost and what it has cost: calibrated noise, the statement, the budget gate.
+
+The plan turns `Settings` into the events that every round charges, and charged events into the rows
+of the privacy statement (rules 1, 8, 9 and 10 of the design). The ledger counts rounds; the plan
+knows how many of them one client can have been asked in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fl_app.accounting import rdp
+from fl_app.accounting.calibration import calibrate
+from fl_app.accounting.statement import NO_NOISE, SEEDED, Row, round_event, statement_rows
+from fl_app.errors import SettingsError
+from fl_app.plugins import Accountant, Cohort
+from fl_app.privacy import Guarantee, Placement, PrivacyEvent, PrivacyUnit, Sampling
+from fl_app.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacyPlan:
+    """The privacy of one run: what each round charges, what that adds up to, what is allowed.
+
+    Guarantee: `within_budget` is True only if the charge of one more round keeps the epsilon of the
+        bound guarantee within the target, by a valid upper bound on it.
+
+    Attributes:
+        accountant: the run's own accountant.
+        cohort: the sampler, for the most rounds that one client can be asked in.
+        target_epsilon: the budget, None without one.
+        target_delta: delta of every row.
+        num_rounds: the rounds of the whole run.
+        mechanism_noise_multiplier: client-level z, None without client-level privacy.
+        training_noise_multiplier: record-level z, None without record-level privacy.
+        events: what every scheduled round is charged, one per private unit.
+        rows: the statement; the first row of the bound unit is the one that the target binds.
+        bound_unit: the unit that the target binds, None if nothing is private.
+        seeded_noise: True: no row has an epsilon.
+        population: N.
+        expected_cohort: the public constant that a sum over a cohort is divided by.
+        mechanism_clipping_norm: client-level C, None without.
+        training_clipping_norm: record-level C, None without.
+        expected_batch: batch rate x nominal rows, None without record-level privacy.
+        placement: who adds the client-level noise, None if nobody.
+        warnings: what the reader should know before trusting a row.
+    """
+
+    accountant: Accountant
+    cohort: Cohort
+    target_epsilon: float | None
+    target_delta: float
+    num_rounds: int
+    mechanism_noise_multiplier: float | None
+    training_noise_multiplier: float | None
+    events: tuple[PrivacyEvent, ...]
+    rows: tuple[Row, ...]
+    bound_unit: PrivacyUnit | None
+    seeded_noise: bool
+    population: int
+    expected_cohort: float
+    mechanism_clipping_norm: float | None
+    training_clipping_norm: float | None
+    expected_batch: float | None
+    placement: Placement | None
+    warnings: tuple[str, ...]
+
+    @property
+    def bound_event(self) -> PrivacyEvent | None:
+        """The event whose composition the target binds, None if nothing is private."""
+        row = self._bound_row
+        return None if row is None else row.event
+
+    @property
+    def epsilon_of(self) -> str | None:
+        """Name of the guarantee that the target binds, e.g. ``RECORD against SERVER``."""
+        row = self._bound_row
+        return None if row is None else f"{row.unit} against {row.view}"
+
+    def guarantees(self, num_rounds: int) -> tuple[Guarantee, ...]:
+        """Returns the statement after `num_rounds` charged rounds."""
+        return self.guarantees_of(dict.fromkeys(self.events, num_rounds))
+
+    def guarantees_of(self, counts: Mapping[PrivacyEvent, int]) -> tuple[Guarantee, ...]:
+        """Returns the statement after the charged rounds that a ledger counts."""
+        return tuple(self._guarantee(row, counts) for row in self.rows)
+
+    def epsilon_after(self, counts: Mapping[PrivacyEvent, int]) -> float | None:
+        """Returns the spent epsilon of the bound guarantee; None if there is no guarantee.
+
+        Args:
+            counts: charged rounds by event, as `Ledger.counts` gives them.
+        """
+        row = self._bound_row
+        return None if row is None else self._guarantee(row, counts).epsilon
+
+    def within_budget(self, counts: Mapping[PrivacyEvent, int]) -> bool:
+        """Returns whether one more round stays within the target; True without a target.
+
+        Cheap bounds may accept: the planned epsilon while no more than the whole run is charged,
+        and RDP. Only the run's own accountant refuses.
+
+        Args:
+            counts: the rounds charged so far by event, as `Ledger.counts` gives them.
+        """
+        event = self.bound_event
+        if self.target_epsilon is None or event is None:
+            return True
+        after = {**counts, event: counts.get(event, 0) + 1}
+        composed = self._composed(after, event)
+        return self._cheaply_within(composed, event) or (
+            self._epsilon(self.accountant, composed) <= self.target_epsilon
+        )
+
+    def bound_noise(self) -> tuple[float | None, float]:
+        """Returns C of the bound unit and z C, the noise std on the sum that C bounds."""
+        if self.bound_unit is PrivacyUnit.CLIENT:
+            norm, z = self.mechanism_clipping_norm, self.mechanism_noise_multiplier
+        else:
+            norm, z = self.training_clipping_norm, self.training_noise_multiplier
+        return norm, 0.0 if norm is None or z is None else norm * z
+
+    @property
+    def noise_std_of_sum(self) -> float | None:
+        """Std of the client-level noise on the sum over a cohort of the expected size.
+
+        LOCAL: sqrt(cohort) independent noises of z C. None without client-level privacy.
+        """
+        if self.mechanism_clipping_norm is None or self.mechanism_noise_multiplier is None:
+            return None
+        std = self.mechanism_noise_multiplier * self.mechanism_clipping_norm
+        local = self.placement is Placement.LOCAL
+        return std * math.sqrt(self.expected_cohort) if local else std
+
+    @property
+    def noise_std_of_mean(self) -> float | None:
+        """The same after dividing by the expected cohort: what the model feels."""
+        std = self.noise_std_of_sum
+        return None if std is None else std / self.expected_cohort
+
+    def signal_to_noise(self, num_parameters: int) -> float | None:
+        """Returns C over the norm of the noise on the mean (client level), or None without noise.
+
+        1: the noise is as long as the longest mean update. Record level: of one step of one client.
+        """
+        norm, std = self.mechanism_clipping_norm, self.noise_std_of_mean
+        if std is None and self.training_clipping_norm is not None:
+            norm, std = self.training_clipping_norm, self._step_noise_std()
+        if norm is None or not std:
+            return None
+        return norm / (std * math.sqrt(num_parameters))
+
+    def summary(self) -> dict[str, str]:
+        """Returns the public facts of the plan for people, by label."""
+        facts = {
+            "accountant": self.accountant.kind,
+            "clients in the registry": str(self.population),
+        }
+        if (std := self.noise_std_of_sum) is not None:
+            facts["client-level noise multiplier"] = f"{self.mechanism_noise_multiplier:.6g}"
+            facts["client-level clipping norm"] = f"{self.mechanism_clipping_norm:g}"
+            facts["noise std of sum"] = f"{std:.6g}"
+            facts["noise std of mean"] = f"{self.noise_std_of_mean:.6g}"
+            facts["expected cohort"] = f"{self.expected_cohort:g}"
+        if self.training_noise_multiplier is not None:
+            facts["record-level noise multiplier"] = f"{self.training_noise_multiplier:.6g}"
+            facts["record-level clipping norm"] = f"{self.training_clipping_norm:g}"
+        if self.target_epsilon is not None and self.epsilon_of is not None:
+            facts["budget"] = (
+                f"epsilon {self.target_epsilon:g} at delta {self.target_delta:g} over "
+                f"{self.num_rounds} rounds, {self.epsilon_of}"
+            )
+        return facts
+
+    def to_json(self, num_parameters: int | None = None) -> dict[str, Any]:
+        """Returns the plan as JSON values: no infinities; no guarantee is ``"epsilon": null``.
+
+        Args:
+            num_parameters: P; with it the signal to noise is given too.
+        """
+        rows = self.guarantees(self.num_rounds)
+        ratio = None if num_parameters is None else self.signal_to_noise(num_parameters)
+        return {
+            "private": any(row.private for row in rows),
+            "target_epsilon": self.target_epsilon,
+            "target_delta": self.target_delta,
+            "epsilon_of": self.epsilon_of,
+            "accountant": self.accountant.kind,
+            "num_rounds": self.num_rounds,
+            "population": self.population,
+            "expected_cohort": self.expected_cohort,
+            "mechanism_noise_multiplier": self.mechanism_noise_multiplier,
+            "training_noise_multiplier": self.training_noise_multiplier,
+            "noise_std_of_sum": self.noise_std_of_sum,
+            "noise_std_of_mean": self.noise_std_of_mean,
+            "signal_to_noise": ratio,
+            "seeded_noise": self.seeded_noise,
+            "guarantees": [asdict(row) | {"private": row.private} for row in rows],
+            "warnings": list(self.warnings),
+        }
+
+    @property
+    def _bound_row(self) -> Row | None:
+        if self.bound_unit is None:
+            return None
+        candidates = (r for r in self.rows if r.unit is self.bound_unit and r.event is not None)
+        return next(candidates, None)
+
+    def _cheaply_within(self, composed: Mapping[PrivacyEvent, int], event: PrivacyEvent) -> bool:
+        """Returns True if a bound that costs little already shows that `composed` is allowed."""
+        target = math.inf if self.target_epsilon is None else self.target_epsilon
+        planned = self._composed({event: self.num_rounds}, event)
+        as_planned = all(count <= planned.get(e, 0) for e, count in composed.items())
+        if as_planned and self._epsilon(self.accountant, planned) <= target:
+            return True
+        loose = rdp.Rdp()
+        bounded = all(loose.refusal(e) is None for e in composed)
+        return bounded and self._epsilon(loose, composed) <= target
+
+    def _guarantee(self, row: Row, counts: Mapping[PrivacyEvent, int]) -> Guarantee:
+        epsilon, assumptions = math.inf, row.assumptions
+        if self.seeded_noise:
+            assumptions = (SEEDED,)
+        elif row.event is not None:
+            epsilon = self._epsilon(self.accountant, self._composed(counts, row.event))
+            if row.event.noise_multiplier == 0:
+                assumptions = (NO_NOISE,)
+        finite = math.isfinite(epsilon)
+        return Guarantee(
+            unit=row.unit,
+            view=row.view,
+            relation=row.relation,
+            epsilon=epsilon if finite else None,
+            delta=self.target_delta,
+            accountant=self.accountant.kind if finite else "",
+            assumptions=assumptions,
+        )
+
+    def _composed(
+        self, counts: Mapping[PrivacyEvent, int], event: PrivacyEvent
+    ) -> dict[PrivacyEvent, int]:
+        """Returns how often each charged event of `event`'s unit is composed for one unit."""
+        return {
+            charged: _compositions(self.cohort, charged, count)
+            for charged, count in counts.items()
+            if charged.unit is event.unit and count
+        }
+
+    def _epsilon(self, accountant: Accountant, composed: Mapping[PrivacyEvent, int]) -> float:
+        return accountant.epsilon(composed, self.target_delta)
+
+    def _step_noise_std(self) -> float | None:
+        """Std of the record-level noise on one step's mean gradient."""
+        if not self.expected_batch or self.training_noise_multiplier is None:
+            return None
+        return (
+            self.training_noise_multiplier
+            * (self.training_clipping_norm or 0.0)
+            / (self.expected_batch)
+        )
+
+
+def make_plan(settings: Settings, nominal_rows: int | None = None) -> PrivacyPlan:
+    """Returns the plan of a run; calibrates the bound unit's noise if its multiplier is null.
+
+    Args:
+        settings: the checked settings.
+        nominal_rows: public row count of one client (record level), if it is known.
+
+    Raises:
+        AccountingError: the target cannot be reached.
+        SettingsError: a placement that has no statement yet.
+    """
+    if settings.mechanism.placement is Placement.DISTRIBUTED:
+        raise SettingsError(
+            f"mechanism={settings.mechanism.kind}: noise shares have no accounting yet; "
+            "choose mechanism=central_gaussian or mechanism=local_gaussian"
+        )
+    mechanism_z = _noise_multiplier(settings, PrivacyUnit.CLIENT)
+    training_z = _noise_multiplier(settings, PrivacyUnit.RECORD)
+    rows = statement_rows(settings, mechanism_z, training_z)
+    population = settings.federation.population
+    batch_rate = getattr(settings.training, "batch_rate", None)
+    known = batch_rate is not None and nominal_rows is not None and training_z is not None
+    return PrivacyPlan(
+        accountant=settings.accountant,
+        cohort=settings.cohort,
+        target_epsilon=settings.privacy.target_epsilon,
+        target_delta=settings.privacy.target_delta,
+        num_rounds=settings.run.num_rounds,
+        mechanism_noise_multiplier=mechanism_z,
+        training_noise_multiplier=training_z,
+        events=tuple(dict.fromkeys(row.event for row in rows if row.event is not None)),
+        rows=rows,
+        bound_unit=settings.bound_unit,
+        seeded_noise=settings.run.seeded_noise,
+        population=population,
+        expected_cohort=settings.cohort.expected_size(population),
+        mechanism_clipping_norm=_clipping_norm(settings.mechanism, mechanism_z),
+        training_clipping_norm=_clipping_norm(settings.training, training_z),
+        expected_batch=batch_rate * nominal_rows if known else None,  # type: ignore[operator]
+        placement=settings.mechanism.placement,
+        warnings=_warnings(settings, nominal_rows, mechanism_z, training_z),
+    )
+
+
+def _noise_multiplier(settings: Settings, unit: PrivacyUnit) -> float | None:
+    """Returns z of `unit`: configured, calibrated over the whole run, or None if not private."""
+    if round_event(settings, unit, 1.0) is None:
+        return None
+    configured = settings.noise_multiplier_of(unit)
+    target = settings.privacy.target_epsilon
+    if configured is not None or target is None:
+        return configured
+    num_rounds = settings.run.num_rounds
+
+    def whole_run(noise_multiplier: float) -> dict[PrivacyEvent, int]:
+        event = round_event(settings, unit, noise_multiplier)
+        return {} if event is None else {event: _compositions(settings.cohort, event, num_rounds)}
+
+    return calibrate(settings.accountant, whole_run, target, settings.privacy.target_delta)
+
+
+def _compositions(cohort: Cohort, event: PrivacyEvent, num_rounds: int) -> int:
+    """Returns how often `event` is composed for one unit when `num_rounds` rounds were charged.
+
+    With amplification by client sampling every round counts; without, only the rounds in which one
+    client can have been asked.
+    """
+    amplified = event.unit is PrivacyUnit.CLIENT and event.sampling is not Sampling.NONE
+    return num_rounds if amplified else cohort.max_participations(num_rounds)
+
+
+def _clipping_norm(owner: object, noise_multiplier: float | None) -> float | None:
+    """Returns the clipping norm of a mechanism or training, None if it is not private."""
+    norm: float | None = getattr(owner, "clipping_norm", None)
+    return None if noise_multiplier is None else norm
+
+
+def _warnings(
+    settings: Settings,
+    nominal_rows: int | None,
+    mechanism_z: float | None,
+    training_z: float | None,
+) -> tuple[str, ...]:
+    """Returns what makes a row weaker than it looks."""
+    delta, population = settings.privacy.target_delta, settings.federation.population
+    found = []
+    if settings.run.seeded_noise:
+        found.append(SEEDED)
+    sizes = [
+        (PrivacyUnit.CLIENT, mechanism_z, population, "federation.population"),
+        (PrivacyUnit.RECORD, training_z, nominal_rows, "nominal rows of a client"),
+    ]
+    for unit, z, size, name in sizes:
+        if z and size is not None and delta >= 1 / size:
+            found.append(
+                f"privacy.target_delta={delta:g} is not below 1 / {name} (1/{size}): at unit "
+                f"{unit} that allows publishing one of them whole; lower it"
+            )
+        if z == 0:
+            found.append(f"the {unit} noise multiplier is 0: {NO_NOISE} at that unit, NOT PRIVATE")
+    return tuple(found)

@@ -1,0 +1,169 @@
+"""The rows of the privacy statement: which unit, against whom, under which assumptions.
+
+Rules 1, 9 and 10 of the design in words. Every phrase must be true of the run it is printed for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fl_app.privacy import (
+    NeighboringRelation,
+    Placement,
+    PrivacyEvent,
+    PrivacyUnit,
+    Sampling,
+    View,
+)
+from fl_app.settings import Settings, client_event
+
+NO_NOISE = "nothing adds noise"
+SEEDED = "NOT PRIVATE: run.seeded_noise=true, whoever knows run.seed can take the noise off again"
+FLOATING_POINT = "floating-point noise is taken for the continuous Gaussian that it approximates"
+REGISTRY = "the population is a fixed public registry of clients, offline ones included"
+DISJOINT = "clients' data are disjoint; the number is that of the worst client"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the statement before its epsilon is known.
+
+    Attributes:
+        unit: the protected unit.
+        view: against whom.
+        relation: the neighbouring relation.
+        event: what each round charges for it, None where there is no guarantee.
+        assumptions: what must hold, or why there is none.
+    """
+
+    unit: PrivacyUnit
+    view: View
+    relation: NeighboringRelation
+    event: PrivacyEvent | None
+    assumptions: tuple[str, ...]
+
+
+def round_event(
+    settings: Settings, unit: PrivacyUnit, noise_multiplier: float
+) -> PrivacyEvent | None:
+    """Returns what one round charges for `unit`, None if it is not private."""
+    if unit is PrivacyUnit.RECORD:
+        return settings.training.event(noise_multiplier) if settings.training.private else None
+    if not settings.client_level:
+        return None
+    event: PrivacyEvent = client_event(settings, noise_multiplier)
+    return event
+
+
+def statement_rows(
+    settings: Settings, mechanism_z: float | None, training_z: float | None
+) -> tuple[Row, ...]:
+    """Returns the statement's rows; the one that the target binds comes first of its unit."""
+    rows: list[Row] = []
+    if mechanism_z is not None and (
+        client := round_event(settings, PrivacyUnit.CLIENT, mechanism_z)
+    ):
+        central = settings.mechanism.placement is Placement.CENTRAL
+        rows += _central_rows(settings, client) if central else _local_rows(settings, client)
+    if training_z is not None and (record := round_event(settings, PrivacyUnit.RECORD, training_z)):
+        rows += _record_rows(settings, record)
+    if not rows:
+        relation = NeighboringRelation.ZERO_OUT
+        rows += [_row(PrivacyUnit.CLIENT, View.OBSERVER, relation, None, NO_NOISE)]
+    return tuple(rows)
+
+
+def _row(
+    unit: PrivacyUnit,
+    view: View,
+    relation: NeighboringRelation,
+    event: PrivacyEvent | None,
+    *assumptions: str,
+) -> Row:
+    return Row(unit=unit, view=view, relation=relation, event=event, assumptions=assumptions)
+
+
+def _central_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
+    """Returns the rows of noise that the server adds: for the OBSERVER only."""
+    assumptions = [
+        REGISTRY,
+        "an honest server adds the noise once to every sum and drops the un-noised sum at once",
+        *_sampling_assumptions(settings, event),
+        *_relation_assumptions(event),
+    ]
+    if settings.federation.on_missing == "skip":
+        assumptions.append(
+            "availability independent of data: federation.on_missing=skip shows which rounds had "
+            "no answer"
+        )
+    unit, relation = PrivacyUnit.CLIENT, event.relation
+    return [
+        _row(unit, View.OBSERVER, relation, event, *assumptions, FLOATING_POINT),
+        _row(unit, View.SERVER, relation, None, "the server sees clipped updates without noise"),
+    ]
+
+
+def _sampling_assumptions(settings: Settings, event: PrivacyEvent) -> list[str]:
+    if event.sampling is Sampling.NONE:
+        return ["no credit is taken for the sampling of clients"]
+    hidden = {
+        Sampling.POISSON: "amplification by Poisson sampling: who took part in a round, and how "
+        "many, stays hidden from the observer",
+        Sampling.FIXED_SIZE: "amplification by fixed-size sampling: who took part in a round stays "
+        "hidden from the observer",
+    }[event.sampling]
+    return [hidden, *_stream_assumptions(settings, "cohorts")]
+
+
+def _stream_assumptions(settings: Settings, what: str) -> list[str]:
+    if settings.engine.kind == "deployment":
+        return []
+    return [f"in this simulation {what} come from run.seed, which the adversary does not know"]
+
+
+def _relation_assumptions(event: PrivacyEvent) -> list[str]:
+    if event.relation is not NeighboringRelation.REPLACE_ONE:
+        return []
+    return [
+        "neighbours differ in one client that is replaced by another: the sum moves by up to 2C"
+    ]
+
+
+def _local_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
+    """Returns the rows of noise that every client adds: the same for both views."""
+    asked = _asked(settings, "a client")
+    own = "every client runs this program and adds its noise before its update leaves"
+    fewest = (
+        "un-amplified, at the fewest honest contributors: one (the noise shows how many there are)"
+    )
+    unit, relation = PrivacyUnit.CLIENT, event.relation
+    return [
+        _row(unit, View.SERVER, relation, event, REGISTRY, own, asked, FLOATING_POINT),
+        _row(unit, View.OBSERVER, relation, event, REGISTRY, own, asked, fewest, FLOATING_POINT),
+    ]
+
+
+def _record_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
+    """Returns the rows of record-level training: the same for both views by post-processing."""
+    assumptions = [
+        DISJOINT,
+        "every client runs this program, and batch rate, local steps and nominal rows are public",
+        _asked(settings, "a record's client") + "; no credit is taken for the sampling of clients",
+    ]
+    if event.sampling is not Sampling.NONE:
+        assumptions.append(
+            "amplification by Poisson batches: which rows are in a batch stays hidden"
+        )
+        assumptions += _stream_assumptions(settings, "batches")
+    after = "the released models are computed from what the server sees (post-processing)"
+    unit, relation = PrivacyUnit.RECORD, event.relation
+    return [
+        _row(unit, View.SERVER, relation, event, *assumptions, FLOATING_POINT),
+        _row(unit, View.OBSERVER, relation, event, after, *assumptions, FLOATING_POINT),
+    ]
+
+
+def _asked(settings: Settings, who: str) -> str:
+    num_rounds = settings.run.num_rounds
+    most = settings.cohort.max_participations(num_rounds)
+    return f"{who} is charged for every round it can be asked in: {most} of {num_rounds}"

@@ -1,0 +1,111 @@
+"""The ``dpfl`` command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fl_app.errors import DpflError
+
+# Flower would install the app's dependencies, torch among them, once more before a simulation.
+os.environ.setdefault("FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION", "1")
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Differentially private federated learning on Flower.",
+)
+ledger_app = typer.Typer(no_args_is_help=True, help="Look at a privacy ledger.")
+app.add_typer(ledger_app, name="ledger")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Hydra overrides, e.g. dataset=mnist mechanism=central_gaussian"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def run(
+    overrides: Overrides = None,
+    multirun: Annotated[
+        bool, typer.Option("--multirun", "-m", help="Sweep over comma-separated values.")
+    ] = False,
+) -> None:
+    """Train once, or sweep with -m."""
+    from fl_app.run import run_one, run_sweep
+
+    arguments = list(overrides or [])
+    raise typer.Exit(run_sweep(["-m", *arguments]) if multirun else run_one(arguments))
+
+
+@app.command()
+def plan(overrides: Overrides = None, as_json: Json = False) -> None:
+    """Show what a run will cost, without training."""
+    from fl_app.server_run import plan_of
+
+    result = plan_of(list(overrides or []))
+    typer.echo(json.dumps(result.values, indent=2, allow_nan=False) if as_json else result.text)
+
+
+@ledger_app.command()
+def show(path: Path, as_json: Json = False) -> None:
+    """Show every release in a ledger."""
+    from fl_app.accounting.ledger import read
+
+    entries = read(_ledger_file(path))
+    rows = [
+        {"seq": e.seq, "round": e.round, "event": json.loads(e.event), "digest": e.digest}
+        for e in entries
+    ]
+    head = entries[-1].digest if entries else None
+    if as_json:
+        typer.echo(json.dumps({"rows": rows, "head": head}, indent=2))
+        return
+    for row in rows:
+        event = row["event"]
+        typer.echo(
+            f"{row['seq']:>6}  round {row['round']:>5}  {event['unit']} seen by {event['view']}  "
+            f"{event['noise']} z={event['noise_multiplier']:g}  {event['sampling']} "
+            f"q={event['sampling_rate']:g}  {event['steps']} step(s)  {row['digest'][:16]}"
+        )
+    typer.echo(f"{len(rows)} releases, head {head}")
+
+
+@ledger_app.command()
+def verify(path: Path, as_json: Json = False) -> None:
+    """Check a ledger's hash chain, and against the results and checkpoint beside it."""
+    from fl_app.run_directory import verify_ledger
+
+    problems = verify_ledger(_ledger_file(path))
+    if as_json:
+        typer.echo(json.dumps({"ok": not problems, "problems": problems}))
+    else:
+        typer.echo("ledger is intact" if not problems else "\n".join(problems))
+    raise typer.Exit(1 if problems else 0)
+
+
+def _ledger_file(path: Path) -> Path:
+    """Returns the ledger at `path`, which may be a run directory."""
+    return path / "ledger.sqlite" if path.is_dir() else path
+
+
+def main() -> None:
+    """Runs the command; a refusal is one text on stderr and exit code 2."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
+    try:
+        app()
+    except DpflError as error:
+        print(f"dpfl: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Flower ClientApp: one train message a round for all clients that this node hosts."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from fl_app import client_round, wire
+from fl_app.client_policy import Node
+from fl_app.errors import DpflError
+
+log = logging.getLogger("dpfl")
+app = ClientApp()
+
+
+@app.query()
+def hello(message: Message, context: Context) -> Message:
+    """Answers who this node is and whether it can run the settings."""
+    node = Node.from_config(context.node_config)
+    error = ""
+    try:
+        client_round.check_node(wire.read_hello(message), node)
+    except DpflError as problem:
+        error = str(problem)
+    except Exception as problem:  # its text may hold private values, so it stays here
+        log.warning("failed:\n%s", traceback.format_exc())
+        error = f"{type(problem).__name__} (see the node's log)"
+    facts = wire.NodeFacts(
+        partition_id=node.partition_id,
+        num_partitions=node.num_partitions,
+        simulated=node.simulated,
+        error=error,
+    )
+    return wire.hello_reply(facts, message)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Trains the asked clients; a failure becomes a reply without anything measured on data."""
+    try:
+        node = Node.from_config(context.node_config)
+        return wire.train_reply(client_round.run_node(wire.read_train(message), node), message)
+    except DpflError as problem:
+        log.warning("refused: %s", problem)
+        return wire.failure_reply(f"{type(problem).__name__}: {problem}", message)
+    except Exception as problem:  # its text may hold private values, so it stays here
+        log.warning("failed:\n%s", traceback.format_exc())
+        return wire.failure_reply(f"{type(problem).__name__} (see the node's log)", message)

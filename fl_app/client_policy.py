@@ -1,0 +1,99 @@
+"""The node's own word: what its configuration allows, whatever the server asks (rules 11 and 13).
+
+Node configuration keys (``flower-supernode --node-config``): ``partition-id``, ``num-partitions``,
+``data-path``, ``allow-seeded-noise``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_app.errors import PrivacyError, ProtocolError
+from fl_app.settings import Settings
+
+LOCAL_SIMULATION = "local-simulation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """The node that this process works for.
+
+    Attributes:
+        partition_id: p; the node hosts the clients c with c mod `num_partitions` = p.
+        num_partitions: P.
+        data_path: the node's own data, None for the configured dataset.
+        simulated: True only in a simulation on the experimenter's machines, known from this
+            process's own surroundings and never from a message.
+        allow_seeded_noise: a deployed node's consent to repeatable noise.
+        cache_dir: decoded datasets.
+    """
+
+    partition_id: int
+    num_partitions: int
+    data_path: str | None
+    simulated: bool
+    allow_seeded_noise: bool
+    cache_dir: Path
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> Node:
+        """Returns the node described by its own configuration.
+
+        Raises:
+            ProtocolError: ``partition-id`` or ``num-partitions`` missing or out of range.
+        """
+        part, parts = config.get("partition-id"), config.get("num-partitions")
+        if not (isinstance(part, int) and isinstance(parts, int) and 0 <= part < parts):
+            raise ProtocolError(
+                f"node config: partition-id={part} num-partitions={parts}: need whole numbers with "
+                "0 <= partition-id < num-partitions; set both with --node-config"
+            )
+        path = config.get("data-path")
+        return cls(
+            partition_id=part,
+            num_partitions=parts,
+            data_path=None if path is None else str(path),
+            simulated=config.get(LOCAL_SIMULATION) is True or _inside_ray(),
+            allow_seeded_noise=config.get("allow-seeded-noise") is True,
+            cache_dir=home() / "cache",
+        )
+
+    def check(self, settings: Settings) -> None:
+        """Refuses settings that the node's own configuration does not allow.
+
+        Raises:
+            PrivacyError: seeded noise on a deployed node that did not allow it.
+        """
+        if settings.run.seeded_noise and not (self.simulated or self.allow_seeded_noise):
+            raise PrivacyError(
+                "run.seeded_noise=true: this node adds noise from its own entropy only; "
+                "set run.seeded_noise=false, or allow-seeded-noise=true in the node's configuration"
+            )
+
+    def check_clients(self, clients: Sequence[int], population: int) -> None:
+        """Refuses clients that this node does not host, and repetitions.
+
+        Raises:
+            ProtocolError: one of `clients` is not hosted here, or comes twice.
+        """
+        for client in clients:
+            hosted = client % self.num_partitions == self.partition_id
+            if not (0 <= client < population and hosted):
+                raise ProtocolError(f"client {client}: is not hosted by node {self.partition_id}")
+        if len(set(clients)) != len(clients):
+            raise ProtocolError("clients: one is asked twice in the same round")
+
+
+def home() -> Path:
+    """Returns ``$DPFL_HOME`` (default ``~/.dpfl``), absolute."""
+    return Path(os.environ.get("DPFL_HOME") or Path.home() / ".dpfl").expanduser().absolute()
+
+
+def _inside_ray() -> bool:
+    """Returns True in an actor of Flower's simulation runtime."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())

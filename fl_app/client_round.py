@@ -1,0 +1,171 @@
+"""One round at a node: asked clients train and are privatized; only the protected sum leaves."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import secrets
+import traceback
+
+import numpy as np
+import torch
+from torch import nn
+
+from fl_app import rng
+from fl_app.client_policy import Node
+from fl_app.errors import DpflError, FederationError
+from fl_app.models import build_model, flat_parameters, set_flat_parameters
+from fl_app.partitioners import client_rows
+from fl_app.plugins import TrainingJob
+from fl_app.settings import Settings
+from fl_app.stages import (
+    ClientPartition,
+    FloatVector,
+    LoadedData,
+    PrivatizedUpdate,
+    ProtectedUpdate,
+    RoundOrder,
+)
+from fl_app.wire import TrainRequest
+
+log = logging.getLogger("dpfl")
+
+
+def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
+    """Returns the protected sum over the hosted clients that were asked and could train.
+
+    A client whose training raises is left out like an absent one; the cause stays in the node's
+    log.
+
+    Raises:
+        DpflError: the request breaks the node's policy, or nobody could train.
+    """
+    settings = worker_settings(request.settings)
+    node.check(settings)
+    node.check_clients(request.clients, settings.federation.population)
+    data = worker_data(request.settings, node)
+    model = worker_model(request.settings, node)
+    model.load_state_dict(request.model, strict=True)
+    global_P = flat_parameters(model)
+    updates: list[PrivatizedUpdate] = []
+    failures: list[str] = []
+    for client in request.clients:
+        try:
+            updates.append(run_client(client, settings, request.order, model, global_P, data, node))
+        except Exception as error:  # one client's fault must not silence the others
+            log.warning("client %d left out:\n%s", client, traceback.format_exc())
+            failures.append(_public_cause(error, node))
+    if not updates:
+        raise FederationError(f"no client of node {node.partition_id} could train: {failures[:1]}")
+    return settings.protection.protect(updates, request.order.round)
+
+
+def run_client(
+    client: int,
+    settings: Settings,
+    order: RoundOrder,
+    model: nn.Module,
+    global_P: FloatVector,
+    data: LoadedData,
+    node: Node,
+) -> PrivatizedUpdate:
+    """Returns one client's update as it may leave the client.
+
+    Guarantee: the result depends on the client's rows only through `Training.train` (record-level
+    privacy, if chosen) and `Mechanism.privatize` (clipped to ``order.clipping_norm``; noised if
+    LOCAL).
+
+    Args:
+        client: the client's number.
+        settings: what both sides agreed on.
+        order: the round's public numbers.
+        model: the worker's model; its parameters are overwritten.
+        global_P: [P] the global parameters of this round.
+        data: the node's dataset.
+        node: the node's own configuration.
+    """
+    seed, round = settings.run.seed, order.round
+    noise_seed = seed if settings.run.seeded_noise else None
+    set_flat_parameters(model, global_P)
+    partition = client_partition(client, settings, data)
+    job = TrainingJob(
+        noise_multiplier=order.training_noise_multiplier,
+        nominal_rows=order.nominal_rows,
+        batches=_batch_stream(seed, round, client, node),
+        noise=rng.noise_source("record-noise", round, client, seed=noise_seed),
+        device=device(settings.run.device),
+    )
+    update = settings.training.train(model, partition, job)
+    noise = rng.noise_source("client-noise", round, client, seed=noise_seed)
+    return settings.mechanism.privatize(update, order, noise)
+
+
+def client_partition(client: int, settings: Settings, data: LoadedData) -> ClientPartition:
+    """Returns the rows of one client."""
+    rows = client_rows(
+        settings.partition, data.train.labels, settings.federation.population, settings.run.seed
+    )
+    return ClientPartition(client=client, table=data.train, rows=rows[client])
+
+
+def check_node(settings_json: str, node: Node) -> None:
+    """Loads everything a round needs, so that what is wrong shows before the first round.
+
+    Raises:
+        DpflError: the settings, the node's policy, the data or the model stand in the way.
+    """
+    settings = worker_settings(settings_json)
+    node.check(settings)
+    client_partition(0, settings, worker_data(settings_json, node))  # splits all of them
+    worker_model(settings_json, node)
+
+
+@functools.lru_cache(maxsize=4)
+def worker_settings(settings_json: str) -> Settings:
+    """Returns the checked settings in a message; built once per process."""
+    return Settings.from_mapping(json.loads(settings_json))
+
+
+@functools.lru_cache(maxsize=2)
+def worker_data(settings_json: str, node: Node) -> LoadedData:
+    """Returns the node's dataset, memory-mapped; opened once per process."""
+    dataset = worker_settings(settings_json).dataset
+    return dataset.load(data_path=node.data_path, cache_dir=node.cache_dir)
+
+
+@functools.lru_cache(maxsize=1)
+def worker_model(settings_json: str, node: Node) -> nn.Module:
+    """Returns the worker's one model, updated in place from client to client."""
+    settings = worker_settings(settings_json)
+    spec = worker_data(settings_json, node).spec
+    return new_model(settings, data_spec=spec).to(device(settings.run.device))
+
+
+def new_model(settings: Settings, data_spec: object) -> nn.Module:
+    """Returns the freshly initialized model, the same on server and nodes."""
+    private = settings.training.private or settings.client_level
+    return build_model(settings.model, data_spec, seed=settings.run.seed, private=private)  # type: ignore[arg-type]
+
+
+def device(name: str) -> torch.device:
+    """Returns the torch device of ``run.device``; auto takes cuda or mps where there is one."""
+    if name != "auto":
+        return torch.device(name)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _batch_stream(seed: int, round: int, client: int, node: Node) -> np.random.Generator:
+    """Returns the stream of batch membership: repeatable in simulation, else the node's own."""
+    if node.simulated:
+        return rng.stream(seed, "batches", round, client)
+    return np.random.default_rng(secrets.randbits(256))
+
+
+def _public_cause(error: Exception, node: Node) -> str:
+    """Returns what may be told about a failure: all in simulation, else only our own texts."""
+    if node.simulated:
+        return "".join(traceback.format_exception(error)).rstrip()
+    return str(error) if isinstance(error, DpflError) else type(error).__name__

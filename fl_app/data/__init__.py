@@ -1,0 +1,1 @@
+"""Where rows come from: one file per dataset kind, and the cache of decoded arrays they share."""

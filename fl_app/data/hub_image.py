@@ -1,0 +1,91 @@
+"""Any image classification dataset in the layout of the Hugging Face hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from fl_app import checks
+from fl_app.data import cache
+from fl_app.data.source import Source, check_hub, find_source
+from fl_app.data.transform import Standardize, check_constants
+from fl_app.plugins import Dataset
+from fl_app.stages import LoadedData
+
+_LARGEST_VALUE = 255.0
+_NOT_STORED = ("path", "mean", "std")
+"""Keys that do not change the stored arrays, beside the number of channels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubImage(Dataset):
+    """Images of one shape with one label each; looked up as DESIGN section 5 says.
+
+    Attributes:
+        hub_id: owner/name on the hub, also the sub-folder of ``$DPFL_DATA_ROOT``.
+        path: folder with the dataset's files, or None.
+        subset: the dataset's configuration name, None for its only one.
+        image_column: name of the column that holds the images.
+        label_column: name of the column that holds the labels.
+        train_split: split that the clients' rows come from.
+        test_split: the server's public test split.
+        image_size: side length to resize to, None: as they are.
+        mean: public mean of each channel, of values in [0, 1]; one value means grey images.
+        std: public standard deviation of each channel.
+    """
+
+    hub_id: str | None
+    path: str | None
+    subset: str | None
+    image_column: str
+    label_column: str
+    train_split: str
+    test_split: str
+    image_size: int | None
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_constants(self.mean, self.std)
+        if self.image_size is not None:
+            checks.at_least("dataset.image_size", self.image_size, 1)
+        for name in ("hub_id", "path"):
+            if getattr(self, name) == "":
+                raise checks.fail(f"dataset.{name}", "''", "must not be empty", "set null for none")
+
+    def load(self, *, data_path: str | None, cache_dir: Path) -> LoadedData:
+        """Returns the dataset from the first of `data_path`, `path`, the data root and the hub.
+
+        Raises:
+            DataError: not there or not readable; without a network, within 10 seconds.
+        """
+        source = find_source(data_path, self.path, self.hub_id)
+        key = self._cache_key(source)
+        decoded = cache.find(cache_dir, key)
+        if decoded is None:
+            if source.folder is None:
+                check_hub(source.location)
+            decoded = cache.find_or_decode(cache_dir, key, lambda f: self._decode(source, f))
+        return decoded.loaded(Standardize(largest=_LARGEST_VALUE, mean=self.mean, std=self.std))
+
+    def _cache_key(self, source: Source) -> str:
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_STORED}
+        state = source.location if source.folder is None else cache.folder_state(source.folder)
+        name = (self.hub_id or source.location).rstrip("/").rpartition("/")[2]
+        return f"{name}-{cache.fingerprint('image', values, len(self.mean), state)}"
+
+    def _decode(self, source: Source, folder: Path) -> int:
+        from fl_app.data.images import ImageLayout, decode_images
+
+        layout = ImageLayout(
+            found_as=source.found_as,
+            image_column=self.image_column,
+            label_column=self.label_column,
+            splits={"train": self.train_split, "test": self.test_split},
+            num_channels=len(self.mean),
+            image_size=self.image_size,
+        )
+        return decode_images(source.location, self.subset, layout, folder)
+
+
+PLUGIN = HubImage

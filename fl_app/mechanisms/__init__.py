@@ -1,0 +1,1 @@
+"""Client-level mechanisms, one per file."""

@@ -1,0 +1,146 @@
+"""Networks by name, and what all of them share: building, privacy preparation, flat parameters.
+
+Only trainable floating-point parameters are ever exchanged, as one flat float32 vector in the order
+of `named_parameters()`. Buffers stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from fl_app import rng
+from fl_app.errors import ModelError
+
+if TYPE_CHECKING:
+    from fl_app.plugins import Model
+    from fl_app.stages import FloatVector, InputSpec
+
+
+def build_model(model: Model, spec: InputSpec, *, seed: int, private: bool) -> nn.Module:
+    """Returns a new network on the CPU, the same for the same arguments in every process.
+
+    torch's global generator is left as it was.
+
+    Args:
+        model: the plug-in that describes the network.
+        spec: public facts of the dataset.
+        seed: ``run.seed``; the initialization stream is derived from it.
+        private: True if the training or the mechanism is private, see `prepare`.
+
+    Raises:
+        ModelError: the network cannot take such inputs, or cannot be trained privately.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(rng.derive_seed(seed, "initialization"))
+        network = prepare(model.build(spec), private=private)
+    if num_parameters(network) == 0:
+        raise ModelError(f"model={model.kind}: it has no trainable parameter")
+    return network
+
+
+def prepare(network: nn.Module, *, private: bool) -> nn.Module:
+    """Returns `network` ready for private training; a non-private one is returned untouched.
+
+    Call it once, on both sides, before an optimizer refers to the parameters: layers are replaced
+    in place (BatchNorm by GroupNorm, recurrent and attention layers by Opacus' own), and in-place
+    activations become out-of-place.
+
+    Guarantee:
+        No layer of the result mixes the records of a batch or keeps statistics of them.
+
+    Raises:
+        ModelError: every layer that cannot be trained privately, each with the way out.
+    """
+    if not private:
+        return network
+    network = _replace_layers(network)
+    for module in network.modules():
+        if getattr(module, "inplace", False):
+            module.inplace = False  # type: ignore[assignment]
+    if problems := list(_refusals(network)):
+        lines = [f"model: cannot be trained privately; change {len(problems)} layer(s):", *problems]
+        raise ModelError("\n  ".join(lines))
+    return network
+
+
+def num_parameters(network: nn.Module) -> int:
+    """Returns P, the number of trainable floating-point parameters."""
+    return sum(parameter.numel() for parameter in _trainable(network))
+
+
+def flat_parameters(network: nn.Module) -> FloatVector:
+    """Returns a float32 copy [P] of the trainable parameters."""
+    vector_P = np.empty(num_parameters(network), dtype=np.float32)
+    start = 0
+    for parameter in _trainable(network):
+        stop = start + parameter.numel()
+        vector_P[start:stop] = parameter.detach().reshape(-1).float().cpu().numpy()
+        start = stop
+    return vector_P
+
+
+@torch.no_grad()
+def set_flat_parameters(network: nn.Module, vector_P: FloatVector) -> None:
+    """Overwrites the trainable parameters in place with `vector_P` [P].
+
+    Raises:
+        ModelError: the vector belongs to another network.
+    """
+    expected = (num_parameters(network),)
+    if vector_P.shape != expected:
+        raise ModelError(
+            f"parameters: got shape {tuple(vector_P.shape)}, this network has {expected}; "
+            "use the same model and dataset on both sides"
+        )
+    source = torch.from_numpy(np.array(vector_P, dtype=np.float32))
+    start = 0
+    for parameter in _trainable(network):
+        stop = start + parameter.numel()
+        parameter.copy_(source[start:stop].view_as(parameter))
+        start = stop
+
+
+def _trainable(network: nn.Module) -> Iterator[nn.Parameter]:
+    for _, parameter in network.named_parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            yield parameter
+
+
+def _replace_layers(network: nn.Module) -> nn.Module:
+    """Returns `network` with every trainable layer replaced that Opacus has a stand-in for."""
+    from opacus.validators import ModuleValidator
+
+    for name, module in list(network.named_modules()):
+        if type(module) not in ModuleValidator.FIXERS or not list(_trainable(module)):
+            continue
+        replacement: nn.Module = ModuleValidator.fix(module)
+        if not name:
+            return replacement
+        parent, _, child = name.rpartition(".")
+        setattr(network.get_submodule(parent), child, replacement)
+    return network
+
+
+def _refusals(network: nn.Module) -> Iterator[str]:
+    """Yields one line for each layer that mixes records or keeps statistics of them."""
+    from opacus.validators import ModuleValidator
+
+    for name, module in network.named_modules():
+        layer = f"{name or 'model'} ({type(module).__name__})"
+        own_parameters = any(p.requires_grad for p in module.parameters(recurse=False))
+        own_buffers = list(module.buffers(recurse=False))
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            yield f"{layer}: its batch statistics mix records; use nn.GroupNorm"
+        elif isinstance(module, nn.modules.batchnorm._NormBase) and own_buffers:
+            yield f"{layer}: it keeps statistics of records; set track_running_stats=False"
+        elif own_parameters and own_buffers:
+            yield f"{layer}: Opacus has no layer with parameters and buffers; split it in two"
+        elif own_parameters and type(module) in ModuleValidator.VALIDATORS:
+            for error in ModuleValidator.VALIDATORS[type(module)](module):
+                first = str(error).partition(". ")[0]
+                yield f"{layer}: {first}; use a layer that treats records separately"

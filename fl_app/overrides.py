@@ -1,0 +1,110 @@
+"""From Hydra overrides to settings: composes ``conf/`` and explains what Hydra refuses."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fl_app import checks, plugins
+from fl_app.errors import SettingsError
+from fl_app.settings import Settings
+
+CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
+
+
+def compose(overrides: Sequence[str]) -> Settings:
+    """Returns the settings of ``conf/`` with Hydra `overrides` applied.
+
+    Raises:
+        SettingsError: an override that Hydra or a check refuses.
+    """
+    return Settings.from_mapping(compose_mapping(overrides))
+
+
+def compose_mapping(overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns the plain nested values of ``conf/`` with Hydra `overrides` applied."""
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base=None):
+            config = hydra_compose("config", overrides=list(overrides))
+            values = OmegaConf.to_container(config, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explain(error, overrides) from error
+    if not isinstance(values, dict):
+        raise SettingsError(f"{CONF_DIR}: config.yaml must be a mapping")
+    return {str(k): v for k, v in values.items() if k != "experiment"}
+
+
+_VALUE_OVERRIDE = re.compile(r"[a-z][a-z0-9_.]*=[^=].*|[a-z][a-z0-9_.]*=")
+
+
+def split_run_config(text: str) -> list[str]:
+    """Returns the Hydra overrides in the ``overrides`` entry of a Flower run config.
+
+    They travel to other people's machines, so only changes of values and choices are accepted.
+
+    Raises:
+        SettingsError: anything else (additions, deletions, interpolation, ``_target_``,
+            ``hydra.*``).
+    """
+    try:
+        parts = shlex.split(text)
+    except ValueError as error:
+        raise checks.fail("overrides", text, f"cannot be split: {error}", "check quotes") from error
+    for part in parts:
+        key = part.partition("=")[0]
+        bad = "${" in part or "_target_" in part or key == "hydra" or key.startswith("hydra.")
+        if bad or not _VALUE_OVERRIDE.fullmatch(part):
+            raise checks.fail(
+                "overrides",
+                part,
+                "only key=value changes of known keys are accepted from a run config",
+                'write for example overrides="dataset=mnist run.num_rounds=20"',
+            )
+    return parts
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> SettingsError:
+    """Returns Hydra's refusal as one of ours, naming the override and the nearest known key."""
+    text = str(error)
+    if missing := re.search(r"Could not find '(\w+)/([^']*)'", text):
+        group, choice = missing.groups()
+        try:
+            checks.one_of(group, choice, [p.stem for p in (CONF_DIR / group).glob("*.yaml")])
+        except SettingsError as refusal:
+            return refusal
+    known = _known_keys()
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        refused = "Could not override" in text or "is not in struct" in text
+        if refused and key not in known and key in text:
+            near = difflib.get_close_matches(key, known, n=1)
+            tails = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+            guess = near or tails
+            hint = f"did you mean {guess[0]}?" if guess else "see conf/config.yaml for all keys"
+            return checks.fail(key, value, "unknown key", hint)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return SettingsError("overrides: " + " ".join(lines))
+
+
+def _known_keys() -> list[str]:
+    """Returns every dotted key of the default configuration and every group name."""
+
+    def walk(prefix: str, node: Any) -> list[str]:
+        if not isinstance(node, Mapping):
+            return [prefix]
+        return [k for name, sub in node.items() for k in walk(f"{prefix}.{name}", sub)]
+
+    keys = walk("", compose_mapping([]))
+    return [k[1:] for k in keys] + [*plugins.PACKAGES, "experiment"]

@@ -1,0 +1,72 @@
+"""How a simulation spreads training rows over clients, and the per-process cache of the split."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fl_app import checks
+from fl_app.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from fl_app.plugins import Partitioner
+    from fl_app.stages import IndexVector
+
+
+def client_rows(
+    partitioner: Partitioner, labels: IndexVector, population: int, seed: int
+) -> list[IndexVector]:
+    """Returns the sorted row numbers of each client, read-only; every row belongs to one client.
+
+    The same in every process for the same arguments; the last splits of this process are kept.
+
+    Args:
+        partitioner: the plug-in that splits.
+        labels: [N] labels of the training rows.
+        population: number of clients.
+        seed: ``run.seed``.
+
+    Guarantee:
+        No row belongs to two clients: the worst client is the whole story of RECORD level.
+
+    Raises:
+        SettingsError: the split cannot be made, naming the settings to change.
+        PrivacyError: the plug-in gave a row to two clients or to none.
+    """
+    flat = np.ascontiguousarray(labels, dtype=np.int64)
+    if population > len(flat):
+        raise checks.fail(
+            "federation.population",
+            population,
+            "must not exceed the number of training rows",
+            "lower it or choose a larger dataset",
+        )
+    return list(_split(partitioner, flat.tobytes(), population, seed))
+
+
+@functools.lru_cache(maxsize=4)
+def _split(
+    partitioner: Partitioner, labels: bytes, population: int, seed: int
+) -> tuple[IndexVector, ...]:
+    vector = np.frombuffer(labels, dtype=np.int64)
+    parts = partitioner.split(vector, population, seed)
+    _check_disjoint(partitioner, parts, len(vector), population)
+    rows = tuple(np.sort(np.asarray(part, dtype=np.int64)) for part in parts)
+    for part in rows:
+        part.setflags(write=False)
+    return rows
+
+
+def _check_disjoint(
+    partitioner: Partitioner, parts: Sequence[IndexVector], num_rows: int, population: int
+) -> None:
+    given = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
+    complete = np.array_equal(np.sort(given), np.arange(num_rows))
+    if len(parts) != population or not complete:
+        raise PrivacyError(
+            f"partition={partitioner.kind}: it must give every row to exactly one of {population} "
+            "clients and does not; repair the plug-in"
+        )

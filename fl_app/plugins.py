@@ -1,0 +1,332 @@
+"""The interface of each plug-in kind, and the loader that finds a plug-in by its file name.
+
+A plug-in is one file and one yaml. The file ``fl_app/models/cnn.py`` defines one frozen dataclass,
+a subclass of the kind's interface below, named in the module as ``PLUGIN``; the dataclass fields
+are the keys of the yaml ``conf/model/cnn.yaml`` (which also says ``kind: cnn``). There is no
+central list.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_app import checks
+from fl_app.errors import SettingsError
+from fl_app.privacy import NoiseKind, Placement, PrivacyEvent
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from fl_app.rng import NoiseSource
+    from fl_app.settings import Settings
+    from fl_app.stages import (
+        ClientPartition,
+        CohortSum,
+        DoubleVector,
+        IndexVector,
+        InputSpec,
+        LoadedData,
+        LocalUpdate,
+        PrivatizedUpdate,
+        ProtectedUpdate,
+        Release,
+        RoundOrder,
+    )
+
+PACKAGES: Mapping[str, str] = {
+    "dataset": "fl_app.data",
+    "partition": "fl_app.partitioners",
+    "model": "fl_app.models",
+    "training": "fl_app.training",
+    "mechanism": "fl_app.mechanisms",
+    "protection": "fl_app.protection",
+    "accountant": "fl_app.accounting",
+    "engine": "fl_app.engines",
+    "cohort": "strategies.cohorts",
+    "server_optimizer": "strategies.server_optimizers",
+}
+"""The Hydra group of each kind and the package (folder) that holds its plug-ins."""
+
+
+class Plugin(ABC):
+    """Base of all plug-ins: a frozen dataclass whose fields are the values of its yaml."""
+
+    __slots__ = ()
+
+    @property
+    def kind(self) -> str:
+        """The plug-in's name: the name of its file."""
+        return type(self).__module__.rpartition(".")[2]
+
+
+class Transform(ABC):
+    """Turns stored features into model input with public constants, never statistics of clients."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, stored: npt.NDArray[Any]) -> torch.Tensor:
+        """Returns the float32 input [B, *spec.shape] of the stored features [B, ...]."""
+
+
+class Dataset(Plugin):
+    """Where rows come from."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def load(self, *, data_path: str | None, cache_dir: Path) -> LoadedData:
+        """Returns the decoded dataset, decoding once per machine into `cache_dir`.
+
+        Args:
+            data_path: the node's own ``data-path``, or None.
+            cache_dir: folder for decoded arrays, shared by all processes of the machine.
+
+        Raises:
+            DataError: not there or not readable, with how to point at local data.
+        """
+
+
+class Partitioner(Plugin):
+    """How a simulation spreads training rows over clients."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def split(self, labels: IndexVector, population: int, seed: int) -> Sequence[IndexVector]:
+        """Returns the row numbers of each of `population` clients; every row exactly once.
+
+        The same arguments give the same split on every node.
+
+        Raises:
+            SettingsError: the split cannot be made, naming the settings to change.
+        """
+
+
+class Model(Plugin):
+    """A network, sized from the dataset's public facts."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def build(self, spec: InputSpec) -> nn.Module:
+        """Returns a new network, initialized from torch's global generator (seeded by the caller).
+
+        Raises:
+            ModelError: the network cannot take such inputs.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """What one local training call needs beside the model and the rows.
+
+    Attributes:
+        noise_multiplier: record-level z of this round, None without record-level privacy.
+        nominal_rows: public row count that rates and denominators refer to.
+        batches: stream for batch membership of this client and round.
+        noise: stream for this client's record-level noise of this round.
+        device: where to compute.
+    """
+
+    noise_multiplier: float | None
+    nominal_rows: int
+    batches: np.random.Generator
+    noise: NoiseSource
+    device: torch.device
+
+
+class Training(Plugin):
+    """Local training. A private one bounds and noises per-sample gradients."""
+
+    __slots__ = ()
+
+    private: ClassVar[bool]
+    """True if its updates are differentially private at RECORD level."""
+
+    @abstractmethod
+    def train(self, model: nn.Module, partition: ClientPartition, job: TrainingJob) -> LocalUpdate:
+        """Trains `model` in place on the client's rows and returns local minus global."""
+
+    @abstractmethod
+    def event(self, noise_multiplier: float) -> PrivacyEvent | None:
+        """Returns the record-level event of one call of `train`, None if it is not private."""
+
+
+class Mechanism(Plugin):
+    """Client-level privacy in two steps: bound the sensitivity, add noise where it belongs."""
+
+    __slots__ = ()
+
+    placement: ClassVar[Placement | None]
+    """Who adds the noise, None without client-level privacy."""
+    noise_kind: ClassVar[NoiseKind | None]
+
+    @abstractmethod
+    def privatize(
+        self, update: LocalUpdate, order: RoundOrder, noise: NoiseSource
+    ) -> PrivatizedUpdate:
+        """Returns the update as it may leave: clipped to the order's C, noised if LOCAL."""
+
+    @abstractmethod
+    def release(
+        self, total: CohortSum, order: RoundOrder, expected_cohort: float, noise: NoiseSource
+    ) -> Release:
+        """Returns the mean that the server may use; overwrites ``total.sum_P``.
+
+        Args:
+            total: the sum over those who answered.
+            order: what was sent this round: its C and z scale the noise.
+            expected_cohort: the public constant to divide by (rule 5).
+            noise: the server's noise stream of this round.
+        """
+
+
+class Cohort(Plugin):
+    """Who is asked each round."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def sample(self, population: int, round: int, stream: np.random.Generator) -> IndexVector:
+        """Returns the sorted clients of one round, drawn over all of `population`."""
+
+    @abstractmethod
+    def expected_size(self, population: int) -> float:
+        """Returns the public constant that a sum over a cohort is divided by."""
+
+    @abstractmethod
+    def check(self, population: int) -> None:
+        """Raises SettingsError if the sampler cannot work on `population` clients."""
+
+    @abstractmethod
+    def event(
+        self, noise: NoiseKind, noise_multiplier: float, population: int, *, amplified: bool = True
+    ) -> PrivacyEvent:
+        """Returns the CLIENT event against the OBSERVER of one centrally noised sum over a cohort.
+
+        With `amplified` False no credit is taken for the sampling.
+        """
+
+    @abstractmethod
+    def max_participations(self, num_rounds: int) -> int:
+        """Returns in how many of `num_rounds` rounds one client can be asked at most."""
+
+
+class Accountant(Plugin):
+    """Turns events into epsilon. Stateless: the ledger is the state."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def refusal(self, event: PrivacyEvent) -> str | None:
+        """Returns None if it can bound `event`, else why not and what to use instead."""
+
+    @abstractmethod
+    def epsilon(self, events: Mapping[PrivacyEvent, int], delta: float) -> float:
+        """Returns an upper bound on epsilon at `delta` of all events, each composed so often.
+
+        0 without events; ``inf`` if one of them has no noise.
+
+        Raises:
+            AccountingError: an event that `refusal` names.
+        """
+
+
+class ServerOptimizer(Plugin):
+    """Post-processing of the release: moves the global model by the noised mean."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def start(self, num_parameters: int) -> dict[str, DoubleVector]:
+        """Returns the optimizer's state before the first round (named flat vectors)."""
+
+    @abstractmethod
+    def step(
+        self, parameters_P: DoubleVector, mean_P: DoubleVector, state: dict[str, DoubleVector]
+    ) -> None:
+        """Updates `parameters_P` and `state` in place with the released mean."""
+
+
+class Protection(Plugin):
+    """What hides single updates from the server on their way."""
+
+    __slots__ = ()
+
+    hides_from_server: ClassVar[bool]
+
+    @abstractmethod
+    def protect(self, updates: Sequence[PrivatizedUpdate], round: int) -> ProtectedUpdate:
+        """Returns what a node sends for the clients it hosts (at least one)."""
+
+    @abstractmethod
+    def combine(
+        self, updates: Sequence[ProtectedUpdate], num_parameters: int, round: int
+    ) -> CohortSum:
+        """Returns the sum over all of them; zero if there are none."""
+
+
+class Engine(Plugin):
+    """Where a run runs."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def run(self, settings: Settings) -> int:
+        """Runs all rounds and writes the run directory ``settings.run.output_dir``.
+
+        Returns:
+            The exit code of the process: 0 if the run ended well (budget_exhausted included).
+
+        Raises:
+            DpflError: the run cannot start or has failed.
+        """
+
+
+def kinds(group: str) -> list[str]:
+    """Returns the plug-ins of `group`: the modules of its folder that define ``PLUGIN``."""
+    folder = _folder(group)
+    names = sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
+    return [n for n in names if "\nPLUGIN = " in (folder / f"{n}.py").read_text(encoding="utf-8")]
+
+
+def load(group: str, kind: object) -> type[Plugin]:
+    """Returns the plug-in class of ``<group>.kind=<kind>``.
+
+    Raises:
+        SettingsError: no such plug-in.
+    """
+    checks.one_of(f"{group}.kind", kind, kinds(group), f"add {_folder(group).name}/{kind}.py")
+    plugin = importlib.import_module(f"{PACKAGES[group]}.{kind}").PLUGIN
+    if not (isinstance(plugin, type) and issubclass(plugin, Plugin)):
+        raise SettingsError(f"{group}.kind={kind}: its PLUGIN is not a fl_app.plugins.Plugin")
+    return plugin
+
+
+def build(group: str, values: Mapping[str, Any]) -> Any:
+    """Returns the plug-in that a yaml section describes, every value checked.
+
+    Raises:
+        SettingsError: unknown kind or key, missing key, wrong type or value.
+    """
+    rest = dict(values)
+    cls = load(group, rest.pop("kind", None))
+    return checks.build(cls, group, rest)
+
+
+def _folder(group: str) -> Path:
+    spec = importlib.util.find_spec(PACKAGES[group])
+    if spec is None or spec.origin is None:
+        raise SettingsError(f"{group}: the package {PACKAGES[group]} is not installed")
+    return Path(spec.origin).parent

@@ -1,0 +1,163 @@
+"""The words of privacy: units, relations, views, placements, events and guarantees.
+
+Values only, no mathematics: accountants (`fl_app.accounting`) bound events, samplers, trainings and
+mechanisms make them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from fl_app.errors import PrivacyError
+
+
+class PrivacyUnit(StrEnum):
+    """What one neighbouring dataset differs in."""
+
+    RECORD = "RECORD"
+    CLIENT = "CLIENT"
+
+
+class NeighboringRelation(StrEnum):
+    """How two neighbouring datasets differ in one unit."""
+
+    ADD_OR_REMOVE_ONE = "ADD_OR_REMOVE_ONE"
+    ZERO_OUT = "ZERO_OUT"
+    REPLACE_ONE = "REPLACE_ONE"
+
+
+class Placement(StrEnum):
+    """Who adds the client-level noise."""
+
+    CENTRAL = "CENTRAL"
+    LOCAL = "LOCAL"
+    DISTRIBUTED = "DISTRIBUTED"
+
+
+class View(StrEnum):
+    """An adversary: SERVER runs the rounds, OBSERVER sees released models and the public report."""
+
+    SERVER = "SERVER"
+    OBSERVER = "OBSERVER"
+
+
+class NoiseKind(StrEnum):
+    """The law of the noise."""
+
+    GAUSSIAN = "gaussian"
+    LAPLACE = "laplace"
+
+
+class Sampling(StrEnum):
+    """How the units of one release are drawn, as far as the accountant may use it."""
+
+    NONE = "none"
+    POISSON = "poisson"
+    FIXED_SIZE = "fixed_size"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacyEvent:
+    """One release as an accountant needs it: what was noised, how, and for whom it counts.
+
+    Attributes:
+        unit: the protected unit.
+        view: the most knowing adversary that sees the release.
+        relation: the neighbouring relation under which it is to be bounded.
+        noise: the law of the noise.
+        noise_multiplier: noise std of the sum / clipping norm (z), whatever the relation: an
+            accountant that bounds REPLACE_ONE accounts for the doubled sensitivity itself. 0 means
+            no noise.
+        sampling: the sampling that may be credited.
+        sampling_rate: probability that a unit takes part in one step (1 without sampling).
+        population: number of units sampled from (FIXED_SIZE only, else 0).
+        cohort_size: number of units in one step (FIXED_SIZE only, else 0).
+        steps: equal noised steps inside this one release (the local steps of one training call).
+    """
+
+    unit: PrivacyUnit
+    view: View
+    relation: NeighboringRelation
+    noise: NoiseKind
+    noise_multiplier: float
+    sampling: Sampling = Sampling.NONE
+    sampling_rate: float = 1.0
+    population: int = 0
+    cohort_size: int = 0
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
+            raise PrivacyError(f"noise_multiplier={self.noise_multiplier}: must be finite and >= 0")
+        if not 0 < self.sampling_rate <= 1 or self.steps < 1:
+            raise PrivacyError(
+                f"sampling_rate={self.sampling_rate}, steps={self.steps}: "
+                "need 0 < rate <= 1, steps >= 1"
+            )
+        if self.sampling is Sampling.NONE and self.sampling_rate != 1.0:
+            raise PrivacyError("an event without sampling must have sampling_rate 1")
+        if self.sampling is Sampling.FIXED_SIZE and not 0 < self.cohort_size <= self.population:
+            raise PrivacyError("a fixed-size event needs 0 < cohort_size <= population")
+
+    def to_json(self) -> str:
+        """Returns the event as canonical JSON (sorted keys, shortest round-trip floats)."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> PrivacyEvent:
+        """Returns the event written by `to_json`.
+
+        Raises:
+            PrivacyError: the text is not such an event.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            for key, enum in _ENUMS.items():
+                values[key] = enum(values[key])
+            return cls(**values)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PrivacyError(f"not a privacy event: {error}") from error
+
+
+_ENUMS: Mapping[str, type[StrEnum]] = {
+    "unit": PrivacyUnit,
+    "view": View,
+    "relation": NeighboringRelation,
+    "noise": NoiseKind,
+    "sampling": Sampling,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarantee:
+    """One line of the privacy statement. An epsilon is never shown without the rest of it.
+
+    Attributes:
+        epsilon: the bound, or None where there is no guarantee.
+        accountant: the accountant that computed it ("" where there is none).
+        assumptions: what must hold for it, one phrase each.
+    """
+
+    unit: PrivacyUnit
+    view: View
+    relation: NeighboringRelation
+    epsilon: float | None
+    delta: float
+    accountant: str
+    assumptions: tuple[str, ...]
+
+    @property
+    def private(self) -> bool:
+        """True if there is a finite bound."""
+        return self.epsilon is not None
+
+    @property
+    def name(self) -> str:
+        """The row's short name, e.g. ``RECORD against SERVER``."""
+        return f"{self.unit} against {self.view}"

@@ -1,0 +1,1 @@
+"""What hides single updates from the server, one way per file."""

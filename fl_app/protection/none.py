@@ -1,0 +1,96 @@
+"""No protection: the server sees each node's sum."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fl_app.errors import ProtocolError
+from fl_app.plugins import Protection
+from fl_app.stages import CohortSum, PrivatizedUpdate, ProtectedUpdate
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoProtection(Protection):
+    """Plain sums.
+
+    Guarantee:
+        Nothing is hidden from the SERVER: the privacy of what is sent is the mechanism's alone.
+    """
+
+    hides_from_server: ClassVar[bool] = False
+
+    def protect(self, updates: Sequence[PrivatizedUpdate], round: int) -> ProtectedUpdate:
+        """Returns the weighted sum of the updates, added up in float64.
+
+        Raises:
+            ProtocolError: no update, or updates of different sizes.
+        """
+        if not updates:
+            raise ProtocolError("updates=[]: a node sends at least one client's update")
+        sum_P = np.zeros(updates[0].vector_P.shape, np.float64)
+        for update in updates:
+            _check_size(update.vector_P.shape, sum_P.size)
+            if update.weight == 1:
+                sum_P += update.vector_P
+            else:
+                sum_P += update.weight * update.vector_P.astype(np.float64)
+        return ProtectedUpdate(
+            round=round,
+            clients=tuple(update.client for update in updates),
+            vector_P=_as_float32(sum_P),
+            weight=math.fsum(update.weight for update in updates),
+        )
+
+    def combine(
+        self, updates: Sequence[ProtectedUpdate], num_parameters: int, round: int
+    ) -> CohortSum:
+        """Returns the float64 sum; non-finite arrivals are left out and their clients logged.
+
+        Raises:
+            ProtocolError: an update of another round or another size.
+        """
+        total = CohortSum(round=round, sum_P=np.zeros(num_parameters), weight=0.0, num_answered=0)
+        for update in updates:
+            if update.round != round:
+                raise ProtocolError(
+                    f"update.round={update.round}: round {round} is running; drop late replies"
+                )
+            _check_size(update.vector_P.shape, num_parameters)
+            if not _is_acceptable(update):
+                names = ", ".join(map(str, update.clients))
+                _log.warning("round %d: dropped a non-finite update of clients %s", round, names)
+                continue
+            total.sum_P += update.vector_P
+            total.weight += update.weight
+            total.num_answered += len(update.clients)
+        return total
+
+
+def _is_acceptable(update: ProtectedUpdate) -> bool:
+    sound = math.isfinite(update.weight) and update.weight >= 0
+    return sound and bool(np.isfinite(update.vector_P).all())
+
+
+def _check_size(shape: tuple[int, ...], num_parameters: int) -> None:
+    if shape != (num_parameters,):
+        raise ProtocolError(
+            f"update shape={shape}: must be ({num_parameters},); "
+            "use the same model and dataset on both sides"
+        )
+
+
+def _as_float32(sum_P: np.typing.NDArray[np.float64]) -> np.typing.NDArray[np.float32]:
+    # A sum beyond float32 becomes inf, which `combine` drops; that is no reason to warn here.
+    with np.errstate(over="ignore"):
+        return sum_P.astype(np.float32)
+
+
+PLUGIN = NoProtection

@@ -1,0 +1,161 @@
+"""What a finished run says: results.json, the privacy report and the curves."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fl_app.privacy import Guarantee
+from fl_app.stages import HistoryRow
+
+PACKAGES = ("dpfl", "flwr", "torch", "opacus", "dp-accounting", "numpy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """The public outcome of a run.
+
+    Attributes:
+        status: completed, stopped, budget_exhausted or failed.
+        num_rounds_done: rounds that are in the model.
+        num_rounds: rounds that were planned.
+        final: metrics of the last model on the public test set.
+        target_delta: delta of every epsilon.
+        target_epsilon: the budget, None without one.
+        epsilon_of: name of the guarantee that the budget binds, None without one.
+        guarantees: every row of the privacy statement.
+        warnings: what the reader should know before trusting a row.
+        history: one row per round.
+        ledger_head: digest of the ledger's last row.
+        ledger_rows: number of its rows.
+        seeded_noise: True stamps everything NOT PRIVATE.
+        summary: public facts for the report's first lines, by label.
+    """
+
+    status: str
+    num_rounds_done: int
+    num_rounds: int
+    final: Mapping[str, float]
+    target_delta: float
+    target_epsilon: float | None
+    epsilon_of: str | None
+    guarantees: Sequence[Guarantee]
+    warnings: Sequence[str]
+    history: Sequence[HistoryRow]
+    ledger_head: str
+    ledger_rows: int
+    seeded_noise: bool
+    summary: Mapping[str, str]
+
+    @property
+    def private(self) -> bool:
+        """True if at least one row has a finite epsilon."""
+        return any(g.private for g in self.guarantees)
+
+    def to_json(self) -> str:
+        """Returns ``results.json``: no infinities, no realized counts, no timings."""
+        values = {
+            "status": self.status,
+            "num_rounds_done": self.num_rounds_done,
+            "final": dict(self.final),
+            "privacy": {
+                "private": self.private,
+                "target_epsilon": self.target_epsilon,
+                "target_delta": self.target_delta,
+                "epsilon_of": self.epsilon_of,
+                "seeded_noise": self.seeded_noise,
+                "guarantees": [guarantee_values(g) for g in self.guarantees],
+                "warnings": list(self.warnings),
+            },
+            "history": [asdict(row) for row in self.history],
+            "versions": versions(),
+            "ledger": {"head": self.ledger_head, "rows": self.ledger_rows},
+        }
+        return json.dumps(values, indent=2, allow_nan=False) + "\n"
+
+    def to_markdown(self) -> str:
+        """Returns ``privacy_report.md``, written for a privacy officer."""
+        lines = ["# Privacy report", ""]
+        if self.seeded_noise:
+            lines += ["**NOT PRIVATE: noise was derived from a seed (run.seeded_noise=true).**", ""]
+        elif not self.private:
+            lines += ["**NOT PRIVATE: no guarantee with a finite epsilon was given.**", ""]
+        lines += [f"- {label}: {value}" for label, value in self.summary.items()]
+        lines += [f"- rounds released: {self.num_rounds_done} of {self.num_rounds} ({self.status})"]
+        lines += [f"- ledger: {self.ledger_rows} releases charged, head `{self.ledger_head}`", ""]
+        lines += ["## What was spent", "", *guarantee_table(self.guarantees, self.epsilon_of), ""]
+        for guarantee in self.guarantees:
+            lines += [f"### {guarantee.name}: assumptions", ""]
+            lines += [f"- {text}" for text in guarantee.assumptions] + [""]
+        if self.warnings:
+            lines += ["## Warnings", "", *[f"- {text}" for text in self.warnings], ""]
+        lines += ["## What is not covered", "", *[f"- {text}" for text in NOT_COVERED], ""]
+        return "\n".join(lines)
+
+
+NOT_COVERED = (
+    "the existence of the clients in the population and the public settings (rates, sizes, norms)",
+    "what anyone learns who is neither SERVER nor OBSERVER as defined: a node that sees its own "
+    "data, an operator who reads operator.jsonl, whoever breaks into a node",
+    "a node or server that does not run this program",
+    "attacks on the floating-point representation of continuous noise, and timing",
+    "message contents on the way, unless the deployment uses TLS",
+)
+
+
+def guarantee_values(guarantee: Guarantee) -> dict[str, Any]:
+    """Returns one guarantee as JSON values; none is ``"epsilon": null, "private": false``."""
+    return asdict(guarantee) | {"private": guarantee.private, "name": guarantee.name}
+
+
+def guarantee_table(guarantees: Sequence[Guarantee], bound: str | None) -> list[str]:
+    """Returns the rows of the privacy statement as a Markdown table."""
+    lines = [
+        "| unit | against | epsilon | delta | relation | accountant | bound by target |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for g in guarantees:
+        epsilon = "none (not private)" if g.epsilon is None else f"{g.epsilon:.4f}"
+        mark = "yes" if g.name == bound else ""
+        cells = (g.unit, g.view, epsilon, f"{g.delta:g}", g.relation, g.accountant or "-", mark)
+        lines.append("| " + " | ".join(str(c) for c in cells) + " |")
+    return lines
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+def plot_curves(history: Sequence[HistoryRow], epsilon_of: str | None, path: Path) -> None:
+    """Draws accuracy and spent epsilon over rounds into a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    left = figure.subplots()
+    accuracy = [(r.round, 100 * r.accuracy) for r in history if r.accuracy is not None]
+    if accuracy:
+        left.plot(*zip(*accuracy, strict=True), color="tab:blue", label="test accuracy")
+    left.set(xlabel="round", ylabel="test accuracy (%)")
+    left.grid(alpha=0.3)
+    spent = [(r.round, r.epsilon) for r in history if r.epsilon is not None]
+    if spent:
+        right = left.twinx()
+        right.plot(*zip(*spent, strict=True), color="tab:red", linestyle="--", label="epsilon")
+        right.set_ylabel(f"epsilon spent ({epsilon_of})")
+        right.set_ylim(bottom=0)
+        figure.legend(loc="outside upper center", ncols=2)
+    figure.savefig(path, dpi=120)

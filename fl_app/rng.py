@@ -1,0 +1,185 @@
+"""Randomness: repeatable streams for everything but noise, a cryptographic generator for noise.
+
+Data, initialization, cohort and batch streams derive from the run's seed by name (`stream`), so
+that a simulation repeats. Noise comes from `NoiseSource`, whose key the operating system draws
+afresh for every client and round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from typing import NoReturn, Self
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+
+from fl_app.errors import PrivacyError
+from fl_app.stages import DoubleVector
+
+_BLOCK_PAIRS = 1 << 14
+"""Normal pairs made at a time: the scratch arrays stay in a core's cache."""
+_ZEROS = memoryview(bytes(16 * _BLOCK_PAIRS))
+_STEP = 2.0**-53
+
+
+def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
+    """Returns a seed in [0, 2**63) that depends on every argument and on their order.
+
+    Args:
+        seed: the run's seed.
+        purpose: what it is for, e.g. ``batches``; other purposes give unrelated seeds.
+        numbers: e.g. round and client.
+    """
+    digest = _digest("seed", seed, purpose, numbers)
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def stream(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
+    """Returns the generator of `derive_seed`, for everything that is drawn but never for noise."""
+    return np.random.default_rng(derive_seed(seed, purpose, *numbers))
+
+
+class NoiseSource:
+    """Standard normal samples from an AES-256-CTR keystream; one object per client and round.
+
+    Two uniforms of 53 bits make two normals by the transform of Box and Muller (1958,
+    doi:10.1214/aoms/1177706645). The first uniform lies in (0, 1], so no sample is infinite; no
+    sample exceeds sqrt(106 ln 2) = 8.58, which cuts off a probability below 2**-53 per pair.
+
+    Guarantee:
+        With an OS source, samples cannot be told from independent normals (rounded to float64)
+        by anybody who lacks the key, as long as AES-256 is a pseudorandom function; no two sources
+        share a key, nor does a forked child go on with its parent's. Not covered: attacks on the
+        floating-point form of continuous noise (Mironov 2012, doi:10.1145/2382196.2382264),
+        timing, and a virtual machine resumed twice from one snapshot.
+
+    Attributes:
+        seeded: True if the samples follow from a seed: repeatable and NOT PRIVATE.
+
+    Objects cannot be pickled or copied, and one object is not for two threads.
+    """
+
+    __slots__ = ("_context", "_pid", "_scratch", "seeded")
+
+    def __init__(self, key: bytes, *, seeded: bool) -> None:
+        """Prefer `from_os` or `seeded_from`; `key` has 32 bytes and is used for nothing else."""
+        self.seeded = seeded
+        self._start(key)
+
+    @classmethod
+    def from_os(cls) -> Self:
+        """Returns a source with a fresh key of the operating system; there is no weaker fallback.
+
+        Raises:
+            PrivacyError: the operating system has no cryptographic generator.
+        """
+        return cls(_os_key(), seeded=False)
+
+    @classmethod
+    def seeded_from(cls, seed: int, purpose: str, *numbers: int) -> Self:
+        """Returns the source that these arguments determine: repeatable and NOT PRIVATE."""
+        return cls(_digest("noise", seed, purpose, numbers), seeded=True)
+
+    def gaussian(self, size: int) -> DoubleVector:
+        """Returns `size` new standard normal samples.
+
+        Raises:
+            PrivacyError: a seeded source in a forked process, where its samples would repeat.
+        """
+        result = np.empty(size, np.float64)
+        self._check_process()
+        for start in range(0, size, 2 * _BLOCK_PAIRS):
+            self._fill(result[start : start + 2 * _BLOCK_PAIRS])
+        return result
+
+    def add_gaussian(self, vector_P: DoubleVector, std: float) -> None:
+        """Adds independent normal noise of `std` to `vector_P` in place, block by block.
+
+        A `std` of 0 adds nothing and draws nothing.
+
+        Raises:
+            PrivacyError: `vector_P` is not float64, `std` negative or not finite; or as `gaussian`.
+        """
+        if vector_P.dtype != np.float64:
+            raise PrivacyError(f"vector_P.dtype={vector_P.dtype}: noise is added in float64")
+        if not (math.isfinite(std) and std >= 0):
+            raise PrivacyError(f"noise std={std}: must be finite and >= 0; set 0 for no noise")
+        if std == 0:
+            return
+        for start in range(0, vector_P.size, 2 * _BLOCK_PAIRS):
+            part = vector_P[start : start + 2 * _BLOCK_PAIRS]
+            noise = self.gaussian(part.size)
+            noise *= std
+            part += noise
+
+    def _start(self, key: bytes) -> None:
+        # A key makes one keystream only, so the counter may start at zero.
+        self._context: CipherContext = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+        self._pid = os.getpid()
+        self._scratch = np.empty(0, np.uint64)
+
+    def _check_process(self) -> None:
+        if self._pid == os.getpid():
+            return
+        if self.seeded:
+            raise PrivacyError(
+                "noise source: a seeded source cannot be used in a forked process, where its noise "
+                "would repeat; make one there"
+            )
+        self._start(_os_key())
+
+    def _fill(self, out: DoubleVector) -> None:
+        """Overwrites `out` (one block at most) with normals; of an odd pair one is lost."""
+        pairs = (out.size + 1) // 2
+        words = self._words(2 * pairs)
+        radius, angle = words[:pairs] * _STEP, words[pairs:] * (_STEP * 2 * math.pi)
+        radius += _STEP
+        np.log(radius, out=radius)
+        radius *= -2.0
+        np.sqrt(radius, out=radius)
+        np.cos(angle, out=out[:pairs])
+        out[:pairs] *= radius
+        rest = out.size - pairs
+        np.sin(angle[:rest], out=out[pairs:])
+        out[pairs:] *= radius[:rest]
+
+    def _words(self, count: int) -> np.typing.NDArray[np.uint64]:
+        """Returns the next `count` keystream words as numbers in [0, 2**53)."""
+        if self._scratch.size < count:
+            self._scratch = np.empty(count, np.uint64)
+        words = self._scratch[:count]
+        self._context.update_into(_ZEROS[: 8 * count], words.view(np.uint8).data)
+        np.right_shift(words, np.uint64(11), out=words)
+        return words
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuses pickling and copying: two processes must not share a keystream."""
+        raise PrivacyError("noise source: cannot be pickled or copied; make one where it is used")
+
+
+def noise_source(purpose: str, *numbers: int, seed: int | None) -> NoiseSource:
+    """Returns a source of noise: from the operating system if `seed` is None, else NOT PRIVATE.
+
+    Args:
+        purpose: what it is for; together with `numbers` it tells seeded sources apart.
+        numbers: e.g. round and client.
+        seed: None, or the run's seed under ``run.seeded_noise=true``.
+    """
+    if seed is None:
+        return NoiseSource.from_os()
+    return NoiseSource.seeded_from(seed, purpose, *numbers)
+
+
+def _digest(domain: str, seed: int, purpose: str, numbers: tuple[int, ...]) -> bytes:
+    text = json.dumps([domain, int(seed), purpose, *(int(n) for n in numbers)])
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _os_key() -> bytes:
+    try:
+        return os.urandom(32)
+    except NotImplementedError as error:
+        raise PrivacyError("noise source: the operating system has no random generator") from error

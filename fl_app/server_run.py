@@ -1,0 +1,385 @@
+"""One run on the server, from checked settings to the report; the same for all engines."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp import Grid
+from torch import nn
+
+from fl_app import checks, report, wire
+from fl_app.accounting.ledger import Ledger
+from fl_app.accounting.plan import PrivacyPlan, make_plan
+from fl_app.client_policy import home
+from fl_app.client_round import device, new_model
+from fl_app.errors import SettingsError
+from fl_app.models import flat_parameters, num_parameters, set_flat_parameters
+from fl_app.overrides import compose_mapping
+from fl_app.progress import Progress, statement
+from fl_app.run_directory import (
+    CURVES,
+    METRICS,
+    REPORT,
+    RESULTS,
+    Checkpoint,
+    RunDirectory,
+    check_new,
+)
+from fl_app.settings import Settings
+from fl_app.stages import FloatVector, HistoryRow, LoadedData, RoundTrace
+from fl_app.training.evaluate import evaluate
+from strategies.dp_fedavg import DPFedAvg
+from strategies.roster import Roster
+
+if TYPE_CHECKING:
+    from fl_app.report import RunReport
+
+log = logging.getLogger("dpfl")
+
+RESUME_MAY_CHANGE = (
+    "run.resume",
+    "run.stop_after",
+    "run.device",
+    "engine",
+    "federation.num_nodes",
+    "federation.min_nodes",
+    "federation.join_timeout",
+    "federation.round_timeout",
+)
+
+
+def nominal_rows(settings: Settings, data: LoadedData) -> int:
+    """Returns the public row count of one client: ``training.nominal_rows``, or an equal share."""
+    configured = getattr(settings.training, "nominal_rows", None)
+    if configured is not None:
+        return int(configured)
+    return max(1, len(data.train.labels) // settings.federation.population)
+
+
+def load_settings(overrides: Sequence[str], default_dir: Callable[[], Path]) -> Settings:
+    """Returns the checked settings that `overrides` describe, of a new run or a continued one.
+
+    ``run.output_dir`` is filled in: the absolute path of the run directory.
+
+    Args:
+        overrides: Hydra overrides.
+        default_dir: names the run directory if ``run.output_dir`` does not.
+
+    Raises:
+        SettingsError: something in the settings is refused.
+    """
+    values = compose_mapping(overrides)
+    if values.get("run", {}).get("resume") is not None:
+        return Settings.from_mapping(_resumed(values, overrides))
+    settings = Settings.from_mapping(values)
+    path = settings.run.output_dir
+    output_dir = default_dir() if path is None else Path(path).expanduser().absolute()
+    check_new(output_dir)
+    return with_output_dir(settings, output_dir)
+
+
+def with_output_dir(settings: Settings, path: Path) -> Settings:
+    """Returns the settings with their run directory."""
+    return dataclasses.replace(
+        settings, run=dataclasses.replace(settings.run, output_dir=str(path))
+    )
+
+
+def _resumed(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns a stopped run's saved values with the few changes that are allowed."""
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if not any(key == k or key.startswith(f"{k}.") for k in RESUME_MAY_CHANGE):
+            raise checks.fail(
+                key,
+                override.partition("=")[2],
+                "a resumed run keeps its settings",
+                f"remove it; only {', '.join(RESUME_MAY_CHANGE)} may be given with run.resume",
+            )
+    path = Path(str(values["run"]["resume"])).expanduser().absolute()
+    saved = RunDirectory(path).saved_settings()
+    for override in overrides:
+        section, _, key = override.partition("=")[0].partition(".")
+        if section == "engine":
+            saved[section] = values[section]
+        else:
+            saved[section][key] = values[section][key]
+    changes = {
+        "resume": str(path),
+        "output_dir": str(path),
+        "stop_after": values["run"]["stop_after"],
+    }
+    saved["run"] |= changes
+    return saved
+
+
+def run_server(grid: Grid, settings: Settings) -> RunReport:
+    """Runs all rounds over `grid` and returns the report; everything is in the run directory, too.
+
+    Args:
+        grid: where the nodes are.
+        settings: with ``run.output_dir`` filled in (`load_settings`).
+
+    Raises:
+        DpflError: the run cannot start, or every client fails.
+    """
+    data = settings.dataset.load(data_path=None, cache_dir=home() / "cache")
+    model = new_model(settings, data.spec).to(device(settings.run.device))
+    rows = nominal_rows(settings, data)
+    plan = make_plan(settings, rows)
+    settings = with_noise(settings, plan)
+    roster = Roster(settings.federation, settings.to_wire())
+    roster.gather(grid)
+    with _ServerRun(settings, plan, model, data) as run:
+        return run.go(grid, roster, rows)
+
+
+def with_noise(settings: Settings, plan: PrivacyPlan) -> Settings:
+    """Returns the settings with the calibrated noise multipliers written in."""
+    values = settings.to_mapping()
+    if plan.mechanism_noise_multiplier is not None:
+        values["mechanism"]["noise_multiplier"] = plan.mechanism_noise_multiplier
+    if plan.training_noise_multiplier is not None:
+        values["training"]["noise_multiplier"] = plan.training_noise_multiplier
+    return Settings.from_mapping(values)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanView:
+    """What ``dpfl plan`` shows: JSON values and the same as text."""
+
+    values: dict[str, Any]
+    text: str
+
+
+def plan_of(overrides: Sequence[str]) -> PlanView:
+    """Returns what a run of these overrides will cost; loads data and model, trains nothing.
+
+    Raises:
+        DpflError: the run could not start.
+    """
+    settings = Settings.from_mapping(compose_mapping(overrides))
+    data = settings.dataset.load(data_path=None, cache_dir=home() / "cache")
+    rows = nominal_rows(settings, data)
+    plan = make_plan(settings, rows)
+    size = num_parameters(new_model(settings, data.spec))
+    values = plan.to_json(size) | {"num_parameters": size, "nominal_rows": rows}
+    facts = plan.summary() | {"parameters": str(size), "nominal rows of a client": str(rows)}
+    if (ratio := plan.signal_to_noise(size)) is not None:
+        facts["signal to noise (clipping norm / norm of the noise)"] = f"{ratio:.3g}"
+    lines = [f"{label}: {value}" for label, value in facts.items()]
+    lines.append(f"after {settings.run.num_rounds} rounds:")
+    lines.append(statement(plan.guarantees(settings.run.num_rounds), plan.epsilon_of))
+    lines += [f"warning: {text}" for text in plan.warnings]
+    return PlanView(values=values, text="\n".join(lines))
+
+
+class _ServerRun:
+    """The open files and the state of one run; closed in every case."""
+
+    def __init__(
+        self, settings: Settings, plan: PrivacyPlan, model: nn.Module, data: LoadedData
+    ) -> None:
+        self.settings, self.plan, self.model, self.data = settings, plan, model, data
+        self.history: list[HistoryRow] = []
+        self.stop_requested = threading.Event()
+        path = Path(str(settings.run.output_dir))
+        if settings.run.resume is None:
+            self.directory = RunDirectory.create(path, settings.to_public(), settings.run.seed)
+            self.ledger = Ledger.create(self.directory.ledger_path, uuid.uuid4().hex)
+            self.checkpoint = self._first_checkpoint()
+        else:
+            self.directory = RunDirectory(path)
+            self.checkpoint = self.directory.load_checkpoint()
+            self.ledger = self.directory.open_ledger(self.checkpoint)
+            self.history = list(self.checkpoint.history)
+
+    def __enter__(self) -> _ServerRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ledger.close()
+
+    def go(self, grid: Grid, roster: Roster, rows: int) -> RunReport:
+        """Runs the rounds that are left and writes the report, also when the run fails."""
+        settings, checkpoint = self.settings, self.checkpoint
+        strategy = DPFedAvg(
+            settings=settings,
+            plan=self.plan,
+            ledger=self.ledger,
+            roster=roster,
+            parameters_P=np.array(checkpoint.parameters_P),
+            optimizer_state={k: np.array(v) for k, v in checkpoint.optimizer_state.items()},
+            to_arrays=self._to_arrays,
+            nominal_rows=rows,
+            first_round=checkpoint.round + 1,
+            on_round=self._on_round,
+            should_stop=self.stop_requested.is_set,
+        )
+        self.progress = Progress(
+            num_rounds=settings.run.num_rounds,
+            target_epsilon=settings.privacy.target_epsilon,
+            first_round=checkpoint.round + 1,
+        )
+        self._announce(roster)
+        status = "failed"
+        try:
+            with self.progress, _stop_on_signal(self.stop_requested):
+                strategy.start(
+                    grid,
+                    self._to_arrays(strategy.parameters_P.astype(np.float32)),
+                    settings.run.num_rounds,
+                    settings.federation.round_timeout,
+                    evaluate_fn=self._evaluate,
+                )
+            status = strategy.status
+        finally:
+            result = self._write_report(status, strategy)
+        return result
+
+    def _first_checkpoint(self) -> Checkpoint:
+        parameters_P = flat_parameters(self.model).astype(np.float64)
+        checkpoint = Checkpoint(
+            round=0,
+            parameters_P=parameters_P,
+            optimizer_state=self.settings.server_optimizer.start(parameters_P.size),
+            history=[],
+            ledger_head=self.ledger.head,
+            ledger_rows=self.ledger.num_rows,
+        )
+        self.directory.save_checkpoint(checkpoint)
+        return checkpoint
+
+    def _to_arrays(self, parameters_P: FloatVector) -> ArrayRecord:
+        set_flat_parameters(self.model, parameters_P)
+        return wire.model_record(self.model.state_dict())
+
+    def _evaluate(self, round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Evaluates the released model on the public test set, where it is due."""
+        run = self.settings.run
+        if round % run.evaluate_every and round not in (run.num_rounds, run.stop_after):
+            return None
+        return MetricRecord(dict(self._metrics()))
+
+    def _metrics(self) -> dict[str, float]:
+        return evaluate(self.model, self.data.test, device(self.settings.run.device))
+
+    def _on_round(
+        self, strategy: DPFedAvg, trace: RoundTrace, metrics: MetricRecord | None
+    ) -> None:
+        row = self._history_row(trace.round, metrics)
+        self.history.append(row)
+        self.directory.log_round(trace)
+        self.directory.save_checkpoint(
+            Checkpoint(
+                round=trace.round,
+                parameters_P=strategy.parameters_P,
+                optimizer_state=strategy.optimizer_state,
+                history=self.history,
+                ledger_head=self.ledger.head,
+                ledger_rows=self.ledger.num_rows,
+            )
+        )
+        self.directory.save_metrics(self.history)
+        self.progress.show(row, trace)
+
+    def _history_row(self, round: int, metrics: MetricRecord | None) -> HistoryRow:
+        clipping_norm, std = self.plan.bound_noise()
+        return HistoryRow(
+            round=round,
+            accuracy=None if metrics is None else float(_scalar(metrics, "accuracy")),
+            loss=None if metrics is None else float(_scalar(metrics, "loss")),
+            epsilon=self.plan.epsilon_after(self.ledger.counts()),
+            cohort_expected=self.settings.cohort.expected_size(self.settings.federation.population),
+            clipping_norm=clipping_norm,
+            noise_std_of_sum=std,
+        )
+
+    def _announce(self, roster: Roster) -> None:
+        settings, say = self.settings, self.progress.say
+        say(
+            f"{settings.dataset.kind} x {settings.model.kind}: {settings.federation.population} "
+            f"clients on {roster.num_nodes} nodes, {settings.run.num_rounds} rounds, "
+            f"training {settings.training.kind}, mechanism {settings.mechanism.kind}"
+        )
+        say("After all rounds:")
+        say(statement(self.plan.guarantees(settings.run.num_rounds), self.plan.epsilon_of))
+        for warning in self.plan.warnings:
+            say(f"warning: {warning}")
+
+    def _write_report(self, status: str, strategy: DPFedAvg) -> RunReport:
+        set_flat_parameters(self.model, strategy.parameters_P.astype(np.float32))
+        settings, counts = self.settings, self.ledger.counts()
+        result = report.RunReport(
+            status=status,
+            num_rounds_done=strategy.rounds_done,
+            num_rounds=settings.run.num_rounds,
+            final=self._metrics(),
+            target_delta=settings.privacy.target_delta,
+            target_epsilon=settings.privacy.target_epsilon,
+            epsilon_of=self.plan.epsilon_of,
+            guarantees=self.plan.guarantees_of(counts),
+            warnings=self.plan.warnings,
+            history=self.history,
+            ledger_head=self.ledger.head,
+            ledger_rows=self.ledger.num_rows,
+            seeded_noise=settings.run.seeded_noise,
+            summary=self.plan.summary(),
+        )
+        self.directory.save_model(self.model.state_dict())
+        self.directory.save_metrics(self.history)
+        self.directory.save_text(REPORT, result.to_markdown())
+        self.directory.save_text(RESULTS, result.to_json())
+        report.plot_curves(self.history, self.plan.epsilon_of, self.directory.path / CURVES)
+        self._conclude(result)
+        return result
+
+    def _conclude(self, result: RunReport) -> None:
+        say = self.progress.say
+        accuracy = result.final.get("accuracy", float("nan"))
+        say(
+            f"{result.status} after {result.num_rounds_done} rounds, "
+            f"test accuracy {100 * accuracy:.2f} %"
+        )
+        say(statement(result.guarantees, result.epsilon_of))
+        say(f"run directory: {self.directory.path}  (see {RESULTS}, {METRICS}, {REPORT})")
+
+
+class _stop_on_signal:  # noqa: N801  (reads as a with-statement verb)
+    """Turns SIGINT and SIGTERM into a request to stop after the round in progress."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._event.is_set():
+            raise KeyboardInterrupt
+        self._event.set()
+        log.warning("stopping after this round; once more stops at once (run.resume continues)")
+
+
+def _scalar(metrics: MetricRecord, name: str) -> float:
+    value = metrics[name]
+    if isinstance(value, list):
+        raise SettingsError(f"metric {name}: must be one number")
+    return value

@@ -1,0 +1,1 @@
+"""Local training, one way per file."""

@@ -1,0 +1,144 @@
+"""Opacus with our noise: per-sample gradients for one call, clipped, summed, noised, divided.
+
+Shape letters: B rows of a batch, P parameters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from opacus import GradSampleModule
+from opacus.optimizers import DPOptimizer
+from torch import nn
+
+from fl_app.errors import ModelError
+from fl_app.rng import NoiseSource
+
+_LEFTOVERS = ("summed_grad", "grad_sample", "_current_grad_sample", "_forward_counter")
+
+
+@contextmanager
+def per_sample_gradients(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields `model` as a module that keeps per-sample gradients of a *summed* loss.
+
+    Afterwards `model` has no hook, wrapper or gradient left, whatever happened inside.
+
+    Raises:
+        ModelError: a layer that Opacus cannot take per-sample gradients of.
+    """
+    try:
+        wrapped = GradSampleModule(model, loss_reduction="sum", strict=True)
+    except NotImplementedError as error:
+        _clean(model)
+        raise ModelError(f"model: cannot be trained with per-sample gradients: {error}") from error
+    try:
+        with warnings.catch_warnings():
+            # The first layer's input needs no gradient; torch wonders whether that is meant.
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            yield wrapped
+    finally:
+        wrapped.to_standard_module()
+        _clean(model)
+
+
+def _clean(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+        for name in _LEFTOVERS:
+            if hasattr(parameter, name):
+                delattr(parameter, name)
+    for module in model.modules():
+        for name in ("activations", "max_batch_len"):
+            if name in module.__dict__:
+                delattr(module, name)
+
+
+class NoisySGD(DPOptimizer):  # type: ignore[misc]
+    """Opacus' optimizer with our noise, a fixed denominator, and zero for what is not finite.
+
+    Guarantee:
+        Each step's gradient is (sum of per-sample gradients, each of L2 norm <= C up to float32
+        rounding, + noise of std z C from `noise`) / `denominator`. RECORD, ADD_OR_REMOVE_ONE.
+        torch's generators are not touched. The un-noised sum is dropped when the noise is in.
+        - a per-sample gradient with a NaN, an infinity or an overflowing norm: zero;
+        - an empty batch: noise alone, counted;
+        - a parameter without gradient (unused layer): zero per-sample gradients, noised.
+
+    Attributes:
+        num_noisy_steps: steps that went through `add_noise` (with z = 0 too).
+        num_rows: B of the batch whose gradients are about to be used; private.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        noise_multiplier: float,
+        clipping_norm: float,
+        denominator: float,
+        noise: NoiseSource,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=clipping_norm,
+            expected_batch_size=denominator,
+            loss_reduction="mean",
+        )
+        self.num_noisy_steps = 0
+        self.num_rows = 0
+        self._noise = noise
+
+    def clip_and_accumulate(self) -> None:
+        """Adds the clipped per-sample gradients of this (part of a) batch to the sum."""
+        grads = self.grad_samples
+        norms_B = torch.stack([g.flatten(1).norm(2, dim=1) for g in grads], dim=1).norm(2, dim=1)
+        factors_B = (self.max_grad_norm / (norms_B + 1e-6)).clamp(max=1.0)
+        broken_B = ~torch.isfinite(norms_B)
+        if bool(broken_B.any()):
+            factors_B[broken_B] = 0.0
+            # 0 * NaN is NaN, so the rows themselves are zeroed too.
+            grads = [torch.where(_like(broken_B, g), 0.0, g) for g in grads]
+        for parameter, grad in zip(self.params, grads, strict=True):
+            clipped = torch.einsum("i,i...", factors_B, grad)
+            if parameter.summed_grad is None:
+                parameter.summed_grad = clipped
+            else:
+                parameter.summed_grad += clipped
+
+    def add_noise(self) -> None:
+        """Turns the sum into the noised gradient; one noise vector [P] serves all parameters."""
+        std = self.noise_multiplier * self.max_grad_norm
+        sizes = [parameter.numel() for parameter in self.params]
+        noises = _cut(self._noise, sizes, std) if std > 0 else [None] * len(sizes)
+        for parameter, noise in zip(self.params, noises, strict=True):
+            total = parameter.summed_grad
+            if noise is not None:
+                total = total + noise.view_as(total).to(total.device)
+            parameter.grad = total.view_as(parameter)
+            parameter.summed_grad = None
+        self.num_noisy_steps += 1
+
+    def scale_grad(self) -> None:
+        """Divides by the public denominator, whatever the batch held."""
+        for parameter in self.params:
+            parameter.grad /= self.expected_batch_size
+
+    def _get_flat_grad_sample(self, p: torch.Tensor) -> torch.Tensor:
+        if getattr(p, "grad_sample", None) is None:
+            return p.new_zeros((self.num_rows, *p.shape))
+        grads: torch.Tensor = super()._get_flat_grad_sample(p)
+        return grads
+
+
+def _cut(noise: NoiseSource, sizes: list[int], std: float) -> tuple[torch.Tensor, ...]:
+    drawn_P = noise.gaussian(sum(sizes))
+    drawn_P *= std
+    return torch.split(torch.from_numpy(drawn_P).float(), sizes)
+
+
+def _like(flags_B: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return flags_B.view(-1, *[1] * (grad.dim() - 1))

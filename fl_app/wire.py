@@ -1,0 +1,228 @@
+"""Stage values <-> Flower records. The only place with record keys.
+
+A train message carries the global model under its plain parameter names, the settings as JSON and
+the round's order. A reply carries one flat vector (the protected update), the clients in it and
+their
+weight: nothing measured on data (rule 12).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+
+from fl_app.errors import ProtocolError
+from fl_app.stages import ProtectedUpdate, RoundOrder
+
+MODEL = "model"
+UPDATE = "update"
+CONFIG = "config"
+VECTOR = "vector"
+SETTINGS = "settings"
+ORDER = "order"
+CLIENTS = "clients"
+ROUND = "round"
+WEIGHT = "weight"
+ERROR = "error"
+PARTITION_ID = "partition-id"
+NUM_PARTITIONS = "num-partitions"
+SIMULATED = "simulated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRequest:
+    """What a node reads from a train message.
+
+    Attributes:
+        settings: JSON of the settings.
+        order: the round's public numbers.
+        clients: the hosted clients that are asked.
+        model: the global model's state by plain name.
+    """
+
+    settings: str
+    order: RoundOrder
+    clients: tuple[int, ...]
+    model: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What a node tells about itself when asked: public facts.
+
+    Attributes:
+        partition_id: the node's number p; it hosts the clients c with c mod P = p.
+        num_partitions: P.
+        simulated: True if the node itself knows that it runs in a simulation.
+        error: why it cannot take part, "" if it can.
+    """
+
+    partition_id: int
+    num_partitions: int
+    simulated: bool
+    error: str = ""
+
+
+def model_record(state: Mapping[str, torch.Tensor]) -> ArrayRecord:
+    """Returns the state dict of a plain model as an array record with the same keys."""
+    return ArrayRecord(dict(state))
+
+
+def model_state(record: ArrayRecord) -> dict[str, torch.Tensor]:
+    """Returns the state dict in `record`."""
+    return dict(record.to_torch_state_dict())
+
+
+def hello_message(node_id: int, settings: str) -> Message:
+    """Returns the question to a node who it is and whether it can run these settings."""
+    content = RecordDict({CONFIG: ConfigRecord({SETTINGS: settings})})
+    return Message(content, node_id, MessageType.QUERY)
+
+
+def read_hello(message: Message) -> str:
+    """Returns the settings JSON of a hello message."""
+    return _text(message, SETTINGS)
+
+
+def hello_reply(facts: NodeFacts, reply_to: Message) -> Message:
+    """Returns the node's answer to a hello message."""
+    config = ConfigRecord(
+        {
+            PARTITION_ID: facts.partition_id,
+            NUM_PARTITIONS: facts.num_partitions,
+            SIMULATED: facts.simulated,
+            ERROR: facts.error,
+        }
+    )
+    return Message(RecordDict({CONFIG: config}), reply_to=reply_to)
+
+
+def read_hello_reply(message: Message) -> NodeFacts:
+    """Returns the facts in a node's answer.
+
+    Raises:
+        ProtocolError: not such an answer.
+    """
+    if message.has_error():
+        raise ProtocolError(f"error code {message.error.code}: {message.error.reason}")
+    config = _config(message)
+    try:
+        return NodeFacts(
+            partition_id=_int(config[PARTITION_ID]),
+            num_partitions=_int(config[NUM_PARTITIONS]),
+            simulated=config[SIMULATED] is True,
+            error=str(config[ERROR]),
+        )
+    except KeyError as error:
+        raise ProtocolError(f"hello reply: {error} is missing") from error
+
+
+def train_message(
+    node_id: int, model: ArrayRecord, settings: str, order: RoundOrder, clients: Sequence[int]
+) -> Message:
+    """Returns the message that asks one node to train `clients` this round."""
+    config = ConfigRecord(
+        {SETTINGS: settings, ORDER: json.dumps(asdict(order)), CLIENTS: [int(c) for c in clients]}
+    )
+    content = RecordDict({MODEL: model, CONFIG: config})
+    return Message(content, node_id, MessageType.TRAIN, group_id=str(order.round))
+
+
+def read_train(message: Message) -> TrainRequest:
+    """Returns the content of a train message.
+
+    Raises:
+        ProtocolError: not such a message.
+    """
+    config = _config(message)
+    try:
+        return TrainRequest(
+            settings=_text(message, SETTINGS),
+            order=RoundOrder(**json.loads(_text(message, ORDER))),
+            clients=_ints(config[CLIENTS]),
+            model=model_state(message.content.array_records[MODEL]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"train message: {type(error).__name__} {error}") from error
+
+
+def train_reply(update: ProtectedUpdate, reply_to: Message) -> Message:
+    """Returns a node's protected update as a reply."""
+    arrays = ArrayRecord({VECTOR: Array(update.vector_P)})
+    config = ConfigRecord(
+        {
+            ROUND: update.round,
+            CLIENTS: list(update.clients),
+            WEIGHT: float(update.weight),
+            ERROR: "",
+        }
+    )
+    return Message(RecordDict({UPDATE: arrays, CONFIG: config}), reply_to=reply_to)
+
+
+def failure_reply(error: str, reply_to: Message) -> Message:
+    """Returns the reply of a node that could not train anybody, with a public reason."""
+    return Message(RecordDict({CONFIG: ConfigRecord({ERROR: error})}), reply_to=reply_to)
+
+
+def read_train_reply(message: Message) -> ProtectedUpdate | str:
+    """Returns the protected update in a reply, or the node's reason why there is none.
+
+    Raises:
+        ProtocolError: neither of both.
+    """
+    if message.has_error():
+        return f"error code {message.error.code}: {message.error.reason}"
+    config = _config(message)
+    if config.get(ERROR):
+        return str(config[ERROR])
+    try:
+        vector_P = message.content.array_records[UPDATE][VECTOR].numpy()
+        weight = config[WEIGHT]
+        if vector_P.dtype != np.float32 or vector_P.ndim != 1 or not isinstance(weight, float):
+            raise ProtocolError("train reply: the update must be one flat float32 vector")
+        return ProtectedUpdate(
+            round=_int(config[ROUND]),
+            clients=_ints(config[CLIENTS]),
+            vector_P=vector_P,
+            weight=weight,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"train reply: {type(error).__name__} {error}") from error
+
+
+def num_bytes(message: Message) -> int:
+    """Returns the size of the arrays in a message, in bytes."""
+    if not message.has_content():
+        return 0
+    return sum(r.count_bytes() for r in message.content.array_records.values())
+
+
+def _config(message: Message) -> ConfigRecord:
+    if not message.has_content() or CONFIG not in message.content.config_records:
+        raise ProtocolError("message: has no config record")
+    return message.content.config_records[CONFIG]
+
+
+def _text(message: Message, key: str) -> str:
+    value = _config(message).get(key)
+    if not isinstance(value, str):
+        raise ProtocolError(f"message: {key} must be a text")
+    return value
+
+
+def _int(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ProtocolError(f"message: {value!r} must be a whole number")
+    return value
+
+
+def _ints(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise ProtocolError("message: clients must be a list")
+    return tuple(_int(v) for v in value)

@@ -1,0 +1,288 @@
+"""The accountants' contract: what they refuse, their edge cases, their silence and their speed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+import dp_accounting
+import pytest
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant, rdp_privacy_accountant
+
+from fl_app import plugins
+from fl_app.accounting import rdp as rdp_module
+from fl_app.accounting.pld import Pld
+from fl_app.accounting.rdp import Rdp
+from fl_app.errors import AccountingError, SettingsError
+from fl_app.privacy import (
+    NeighboringRelation,
+    NoiseKind,
+    PrivacyEvent,
+    PrivacyUnit,
+    Sampling,
+    View,
+)
+
+PLD, RDP = Pld(discretization=1e-4), Rdp()
+BOTH = pytest.mark.parametrize("accountant", [PLD, RDP], ids=["pld", "rdp"])
+
+
+def event(z: float = 1.0, **changes: object) -> PrivacyEvent:
+    values: dict[str, object] = {
+        "unit": PrivacyUnit.CLIENT,
+        "view": View.OBSERVER,
+        "relation": NeighboringRelation.ADD_OR_REMOVE_ONE,
+        "noise": NoiseKind.GAUSSIAN,
+        "noise_multiplier": z,
+    }
+    return PrivacyEvent(**(values | changes))
+
+
+def poisson(z: float = 1.0, q: float = 0.1, **changes: object) -> PrivacyEvent:
+    return event(z, sampling=Sampling.POISSON, sampling_rate=q, **changes)
+
+
+FIXED = event(
+    relation=NeighboringRelation.REPLACE_ONE,
+    sampling=Sampling.FIXED_SIZE,
+    sampling_rate=0.1,
+    population=100,
+    cohort_size=10,
+)
+
+
+@BOTH
+def test_no_events_cost_nothing(accountant):
+    assert accountant.epsilon({}, 1e-5) == 0.0
+    assert accountant.epsilon({event(): 0, event(0.0): 0}, 1e-5) == 0.0
+
+
+@BOTH
+@pytest.mark.parametrize("without", [event(0.0), poisson(0.0)], ids=["unsampled", "poisson"])
+def test_an_event_without_noise_has_no_guarantee(accountant, without):
+    assert accountant.epsilon({without: 1}, 1e-5) == math.inf
+    assert accountant.epsilon({poisson(): 5, without: 1}, 1e-5) == math.inf
+
+
+@BOTH
+def test_steps_multiply_the_count(accountant):
+    whole = accountant.epsilon({poisson(): 40}, 1e-5)
+    assert accountant.epsilon({poisson(steps=8): 5}, 1e-5) == pytest.approx(whole, rel=1e-12)
+    split = {poisson(steps=8): 3, poisson(steps=1): 16}
+    assert accountant.epsilon(split, 1e-5) == pytest.approx(whole, rel=1e-12)
+
+
+@BOTH
+def test_different_events_compose(accountant):
+    both = accountant.epsilon({poisson(1.0): 20, poisson(2.0): 20, event(8.0): 5}, 1e-5)
+    parts = [{poisson(1.0): 20}, {poisson(2.0): 20}, {event(8.0): 5}]
+    singles = [accountant.epsilon(part, 1e-5) for part in parts]
+    assert max(singles) < both < sum(singles)
+
+
+@BOTH
+def test_unsampled_gaussians_compose_like_one_of_added_precision(accountant):
+    both = accountant.epsilon({event(2.0): 3, event(1.0): 1}, 1e-5)
+    one = accountant.epsilon({event((3 / 4 + 1) ** -0.5): 1}, 1e-5)
+    assert both == pytest.approx(one, rel=1e-9)
+
+
+@BOTH
+def test_replacing_a_unit_costs_what_half_the_noise_costs(accountant):
+    replaced = accountant.epsilon({event(relation=NeighboringRelation.REPLACE_ONE): 10}, 1e-5)
+    assert replaced == pytest.approx(accountant.epsilon({event(0.5): 10}, 1e-5), rel=1e-12)
+
+
+@BOTH
+def test_zeroing_out_costs_what_leaving_out_costs(accountant):
+    zeroed = accountant.epsilon({event(relation=NeighboringRelation.ZERO_OUT): 10}, 1e-5)
+    assert zeroed == accountant.epsilon({event(): 10}, 1e-5)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "refused",
+    [
+        poisson(relation=NeighboringRelation.ZERO_OUT),
+        poisson(relation=NeighboringRelation.REPLACE_ONE),
+        event(noise=NoiseKind.LAPLACE),
+    ],
+    ids=["poisson-zero-out", "poisson-replace", "laplace"],
+)
+def test_what_cannot_be_bounded_is_refused(accountant, refused):
+    assert accountant.refusal(refused) is not None
+    with pytest.raises(AccountingError, match=f"accountant={accountant.kind}"):
+        accountant.epsilon({refused: 1}, 1e-5)
+
+
+def test_fixed_size_is_for_rdp_and_pld_names_the_ways_out():
+    assert RDP.refusal(FIXED) is None
+    reason = PLD.refusal(FIXED)
+    assert reason is not None
+    assert "accountant=rdp" in reason
+    assert "cohort.amplification=false" in reason
+
+
+def test_fixed_size_under_another_relation_is_refused_by_rdp():
+    wrong = event(sampling=Sampling.FIXED_SIZE, sampling_rate=0.1, population=100, cohort_size=10)
+    assert RDP.refusal(wrong) is not None
+
+
+def test_fixed_size_of_everybody_is_no_sampling():
+    everybody = event(
+        relation=NeighboringRelation.REPLACE_ONE,
+        sampling=Sampling.FIXED_SIZE,
+        population=10,
+        cohort_size=10,
+    )
+    plain = event(relation=NeighboringRelation.REPLACE_ONE)
+    assert RDP.epsilon({everybody: 7}, 1e-5) == RDP.epsilon({plain: 7}, 1e-5)
+
+
+@BOTH
+def test_poisson_at_rate_one_is_no_sampling(accountant):
+    everybody = event(sampling=Sampling.POISSON)
+    assert accountant.epsilon({everybody: 7}, 1e-5) == accountant.epsilon({event(): 7}, 1e-5)
+
+
+@BOTH
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, 2.0, math.nan])
+def test_delta_outside_zero_and_one_is_refused(accountant, delta):
+    with pytest.raises(AccountingError, match="target_delta"):
+        accountant.epsilon({event(): 1}, delta)
+
+
+@BOTH
+def test_negative_counts_are_refused(accountant):
+    with pytest.raises(AccountingError, match="count=-1"):
+        accountant.epsilon({event(): -1}, 1e-5)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "other",
+    [event(unit=PrivacyUnit.RECORD), event(relation=NeighboringRelation.REPLACE_ONE)],
+    ids=["unit", "relation"],
+)
+def test_units_and_relations_do_not_mix(accountant, other):
+    with pytest.raises(AccountingError, match="one unit and relation"):
+        accountant.epsilon({event(): 1, other: 1}, 1e-5)
+
+
+def test_pld_refuses_a_delta_below_its_arithmetic():
+    with pytest.raises(AccountingError, match="accountant=rdp"):
+        PLD.epsilon({event(): 1}, 1e-13)
+    assert RDP.epsilon({event(): 1}, 1e-13) > 0
+
+
+@pytest.mark.parametrize("bad", [0.0, -1e-4, math.inf, math.nan])
+def test_the_grid_must_be_positive(bad):
+    with pytest.raises(SettingsError, match=r"accountant\.discretization"):
+        Pld(discretization=bad)
+
+
+@pytest.mark.parametrize("z", [0.01, 0.05])
+def test_pld_bounds_its_memory_where_hardly_any_noise_is_left(z):
+    # On the usual grid these would be 1e8 points and more.
+    for hardly in (event(z), poisson(z)):
+        epsilon = PLD.epsilon({hardly: 1000}, 1e-5)
+        assert 0.5 / z**2 < epsilon < math.inf
+
+
+def test_pld_has_no_gap_where_the_exponential_underflows():
+    # Exact epsilons 710 to 730: the library's own search answers inf for some of them.
+    for z in (0.02973, 0.02965, 0.02955, 0.02945, 0.02930):
+        assert 0.5 / z**2 < PLD.epsilon({event(z): 1}, 1e-5) < 800
+
+
+@BOTH
+def test_so_much_noise_that_nothing_can_be_told_costs_nothing_or_almost(accountant):
+    assert 0.0 <= accountant.epsilon({poisson(1e4, 0.001): 10}, 1e-5) < 0.01
+
+
+@pytest.mark.parametrize("round_off", [0.0, -1e-17])
+def test_rdp_does_not_take_round_off_for_no_loss_at_all(round_off, monkeypatch):
+    def lost(self, *args, **kwargs):
+        self._rdp += round_off
+
+    monkeypatch.setattr(rdp_privacy_accountant.RdpAccountant, "compose", lost)
+    rdp_module._step_rdp.cache_clear()
+    assert RDP.epsilon({poisson(1e4, 1e-6): 10**8}, 1e-6) > 0
+    rdp_module._step_rdp.cache_clear()
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def absl_records():
+    handler, logger = _Records(), logging.getLogger("absl")
+    logger.addHandler(handler)
+    rdp_module._step_rdp.cache_clear()
+    yield handler.texts
+    logger.removeHandler(handler)
+
+
+NOISY = poisson(1.0, 0.5)
+"""An event for which the library leaves out some fractional orders, with a warning each."""
+
+
+def test_the_library_warns_about_single_orders_when_used_plainly(absl_records):
+    sampled = dp_accounting.PoissonSampledDpEvent(
+        NOISY.sampling_rate, dp_accounting.GaussianDpEvent(NOISY.noise_multiplier)
+    )
+    RdpAccountant().compose(sampled)
+    assert any("failed to converge" in text for text in absl_records)
+
+
+def test_warnings_about_single_orders_are_silenced(absl_records):
+    RDP.epsilon({NOISY: 3}, 1e-5)
+    assert absl_records == []
+
+
+def test_other_warnings_pass_during_and_after(absl_records, monkeypatch):
+    compose = RdpAccountant.compose
+
+    def outspoken(self, *args, **kwargs):
+        logging.getLogger("absl").warning("something else")
+        return compose(self, *args, **kwargs)
+
+    monkeypatch.setattr(rdp_privacy_accountant.RdpAccountant, "compose", outspoken)
+    RDP.epsilon({NOISY: 3}, 1e-5)
+    logging.getLogger("absl").warning("_compute_log_a_frac failed to converge: after the call")
+    assert absl_records == [
+        "something else",
+        "_compute_log_a_frac failed to converge: after the call",
+    ]
+
+
+def test_one_round_more_costs_a_small_part_of_a_plain_evaluation():
+    sampled = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.0))
+    started = time.perf_counter()
+    plain = PLDAccountant()
+    plain.compose(sampled, 100)
+    plain.get_epsilon(1e-5)
+    baseline = time.perf_counter() - started
+    PLD.epsilon({poisson(): 100}, 1e-5)
+    started = time.perf_counter()
+    for count in range(101, 106):
+        PLD.epsilon({poisson(): count}, 1e-5)
+    ratio = baseline / ((time.perf_counter() - started) / 5)
+    assert ratio > 5
+
+
+@pytest.mark.parametrize("kind", ["pld", "rdp"])
+def test_the_shipped_configuration_builds_the_accountant(kind):
+    from fl_app.overrides import CONF_DIR
+
+    yaml = pytest.importorskip("yaml")
+    values = yaml.safe_load((CONF_DIR / "accountant" / f"{kind}.yaml").read_text())
+    assert plugins.build("accountant", values).kind == kind

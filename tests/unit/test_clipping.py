@@ -1,0 +1,78 @@
+"""clip_l2: the bound and its edge cases (rule 2)."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fl_app.clipping import clip_l2, l2_norm
+from fl_app.errors import PrivacyError
+
+
+def exact_norm(vector: np.ndarray) -> float:
+    return math.sqrt(math.fsum(float(v) ** 2 for v in vector.reshape(-1)))
+
+
+def test_known_vector_is_scaled_to_the_bound() -> None:
+    np.testing.assert_allclose(clip_l2(np.float32([30, 40]), 5.0), [3, 4], rtol=1e-6)
+
+
+@pytest.mark.parametrize("clipping_norm", [1e-30, 0.1, 1.0, 1 / 3, 1e6])
+@pytest.mark.parametrize("size", [1, 2, 1000, 70_000])
+def test_norm_after_the_cast_is_strictly_within_and_nearly_the_bound(
+    clipping_norm: float, size: int
+) -> None:
+    vector = np.random.default_rng(size).normal(size=size).astype(np.float32) * np.float32(1e7)
+    norm = exact_norm(clip_l2(vector, clipping_norm))
+    assert clipping_norm * (1 - 1e-6) < norm <= clipping_norm
+
+
+def test_vector_within_the_bound_is_unchanged_bit_for_bit() -> None:
+    vector = np.float32([3, -4, -0.0, 1e-45])
+    assert clip_l2(vector, 5.0).tobytes() == vector.tobytes()
+
+
+def test_zero_stays_zero() -> None:
+    assert not clip_l2(np.zeros(7, np.float32), 1.0).any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_s07_one_non_finite_element_makes_all_zero(bad: float) -> None:
+    vector = np.ones(100_000, np.float32)
+    vector[99_999] = bad
+    clipped = clip_l2(vector, 1.0)
+    assert clipped.shape == vector.shape
+    assert not clipped.any()
+
+
+def test_squares_beyond_float32_do_not_overflow() -> None:
+    vector = np.full(1000, np.finfo(np.float32).max)
+    np.testing.assert_allclose(clip_l2(vector, 1.0), 1000**-0.5, rtol=1e-6)
+
+
+def test_zero_dimensional_empty_and_single_values_obey_the_bound() -> None:
+    assert clip_l2(np.array(-8.0, np.float32), 2.0) == pytest.approx(-2.0, rel=1e-6)
+    assert clip_l2(np.array(-8.0, np.float32), 2.0).shape == ()
+    assert clip_l2(np.zeros(0, np.float32), 2.0).shape == (0,)
+    assert clip_l2(np.float32([8.0]), 2.0)[0] <= 2.0
+
+
+def test_bound_below_float32_gives_zero() -> None:
+    assert not clip_l2(np.ones(3, np.float32), 1e-60).any()
+
+
+def test_the_input_is_not_changed() -> None:
+    vector = np.full(10, 5.0, np.float32)
+    clip_l2(vector, 1.0)
+    assert (vector == 5.0).all()
+
+
+@pytest.mark.parametrize("clipping_norm", [0.0, -1.0, math.nan, math.inf])
+def test_a_bound_that_bounds_nothing_is_refused(clipping_norm: float) -> None:
+    with pytest.raises(PrivacyError, match="clipping_norm="):
+        clip_l2(np.ones(3, np.float32), clipping_norm)
+
+
+def test_norm_over_several_blocks_equals_the_exact_one() -> None:
+    vector = np.random.default_rng(0).normal(size=200_001).astype(np.float32)
+    assert l2_norm(vector) == pytest.approx(exact_norm(vector), rel=1e-12)

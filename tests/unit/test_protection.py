@@ -1,0 +1,106 @@
+"""protection=none: sums at the node and at the server."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fl_app import plugins
+from fl_app.errors import ProtocolError
+from fl_app.stages import PrivatizedUpdate, ProtectedUpdate
+
+PROTECTION = plugins.build("protection", {"kind": "none"})
+
+
+def private(client: int, vector: object, weight: float = 1.0) -> PrivatizedUpdate:
+    return PrivatizedUpdate(client=client, vector_P=np.asarray(vector, np.float32), weight=weight)
+
+
+def sent(clients: tuple[int, ...], vector: object, round: int = 1) -> ProtectedUpdate:
+    return ProtectedUpdate(
+        round=round,
+        clients=clients,
+        vector_P=np.asarray(vector, np.float32),
+        weight=float(len(clients)),
+    )
+
+
+def test_nothing_is_hidden_from_the_server() -> None:
+    assert PROTECTION.hides_from_server is False
+
+
+def test_a_node_sends_the_weighted_sum_and_who_is_in_it() -> None:
+    node = PROTECTION.protect([private(3, [1, 2]), private(7, [10, 20], weight=3.0)], 5)
+    assert (node.round, node.clients, node.weight) == (5, (3, 7), 4.0)
+    assert node.vector_P.tolist() == [31.0, 62.0]
+    assert node.vector_P.dtype == np.float32
+
+
+def test_sums_are_made_in_float64() -> None:
+    # In float32 the small summands would vanish beside 1e8.
+    updates = [private(0, [1e8]), *(private(i, [1.0]) for i in range(1, 101)), private(101, [-1e8])]
+    assert PROTECTION.protect(updates, 1).vector_P.tolist() == [100.0]
+    combined = PROTECTION.combine([sent((i,), u.vector_P) for i, u in enumerate(updates)], 1, 1)
+    assert combined.sum_P.tolist() == [100.0]
+
+
+def test_protecting_leaves_the_updates_alone() -> None:
+    update = private(0, [1.0, 2.0])
+    PROTECTION.protect([update, private(1, [5.0, 5.0])], 1)
+    assert update.vector_P.tolist() == [1.0, 2.0]
+
+
+def test_the_server_sums_all_arrivals() -> None:
+    total = PROTECTION.combine([sent((0, 2), [1, 2]), sent((1,), [3, 4])], 2, 1)
+    assert total.sum_P.tolist() == [4.0, 6.0]
+    assert total.sum_P.dtype == np.float64
+    assert (total.round, total.weight, total.num_answered) == (1, 3.0, 3)
+
+
+def test_nobody_answering_gives_zero() -> None:
+    total = PROTECTION.combine([], 4, 2)
+    assert total.sum_P.tolist() == [0.0] * 4
+    assert (total.weight, total.num_answered) == (0.0, 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_s07_a_non_finite_arrival_is_dropped_and_named(
+    bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    arrivals = [sent((0,), [1, 1]), sent((4, 9), [0, bad]), sent((1,), [2, 2])]
+    with caplog.at_level(logging.WARNING):
+        total = PROTECTION.combine(arrivals, 2, 1)
+    assert total.sum_P.tolist() == [3.0, 3.0]
+    assert (total.weight, total.num_answered) == (2.0, 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "round 1: dropped a non-finite update of clients 4, 9"
+    ]
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, -1.0])
+def test_an_impossible_weight_is_dropped(weight: float) -> None:
+    total = PROTECTION.combine([replace(sent((0,), [1.0]), weight=weight)], 1, 1)
+    assert (total.sum_P.tolist(), total.weight, total.num_answered) == ([0.0], 0.0, 0)
+
+
+def test_a_sum_beyond_float32_is_dropped_by_the_server() -> None:
+    node = PROTECTION.protect([private(i, [3e38]) for i in range(2)], 1)
+    assert PROTECTION.combine([node], 1, 1).num_answered == 0
+
+
+def test_s37_another_rounds_update_is_refused() -> None:
+    with pytest.raises(ProtocolError, match=r"update\.round=1: round 2"):
+        PROTECTION.combine([sent((0,), [1.0], round=1)], 1, 2)
+
+
+def test_another_size_is_refused() -> None:
+    with pytest.raises(ProtocolError, match=r"shape=\(3,\)"):
+        PROTECTION.combine([sent((0,), [1.0] * 3)], 2, 1)
+    with pytest.raises(ProtocolError, match=r"shape=\(1,\)"):
+        PROTECTION.protect([private(0, [1.0, 1.0]), private(1, [1.0])], 1)
+
+
+def test_a_node_without_updates_sends_nothing() -> None:
+    with pytest.raises(ProtocolError, match="at least one"):
+        PROTECTION.protect([], 1)

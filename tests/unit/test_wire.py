@@ -1,0 +1,100 @@
+"""Messages: what goes in comes out, and nothing else is in them."""
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+
+from fl_app import wire
+from fl_app.engines.local import LocalGrid
+from fl_app.errors import ProtocolError
+from fl_app.stages import ProtectedUpdate, RoundOrder
+
+ORDER = RoundOrder(
+    round=3,
+    clipping_norm=0.5,
+    noise_multiplier=1.1,
+    training_noise_multiplier=None,
+    nominal_rows=60,
+)
+UPDATE = ProtectedUpdate(
+    round=3, clients=(1, 3), vector_P=np.array([1.0, -2.0, 0.5], np.float32), weight=2.0
+)
+
+
+@pytest.fixture(autouse=True)
+def _sender() -> None:
+    LocalGrid(1, 0)  # Flower's Message constructor needs to know who sends
+
+
+def ask(model: torch.nn.Module | None = None) -> Message:
+    network = model or torch.nn.Linear(2, 1)
+    record = wire.model_record(network.state_dict())
+    message = wire.train_message(7, record, "{}", ORDER, [1, 3])
+    message.metadata.__dict__["_message_id"] = "m1"
+    return message
+
+
+def test_train_message_keeps_order_clients_and_plain_model_keys() -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    request = wire.read_train(ask(network))
+    assert (request.order, request.clients, request.settings) == (ORDER, (1, 3), "{}")
+    assert list(request.model) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    other = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    other.load_state_dict(dict(request.model), strict=True)
+    assert all(
+        torch.equal(a, b) for a, b in zip(network.parameters(), other.parameters(), strict=True)
+    )
+
+
+def test_reply_holds_the_update_and_public_facts_only() -> None:
+    reply = wire.train_reply(UPDATE, ask())
+    read = wire.read_train_reply(reply)
+    assert isinstance(read, ProtectedUpdate)
+    assert (read.round, read.clients, read.weight) == (3, (1, 3), 2.0)
+    np.testing.assert_array_equal(read.vector_P, UPDATE.vector_P)
+    assert set(reply.content.keys()) == {wire.UPDATE, wire.CONFIG}
+    assert set(reply.content[wire.CONFIG]) == {"round", "clients", "weight", "error"}
+    assert not reply.content.metric_records
+
+
+def test_failures_come_back_as_texts() -> None:
+    assert wire.read_train_reply(wire.failure_reply("no data", ask())) == "no data"
+    crashed = Message(Error(8, "died"), reply_to=ask())
+    assert wire.read_train_reply(crashed) == "error code 8: died"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"clients": "all"},
+        {"clients": [1.5]},
+        {"round": True},
+        {"weight": 2},
+    ],
+)
+def test_malformed_replies_are_protocol_errors(change: dict[str, object]) -> None:
+    config = {"round": 3, "clients": [1], "weight": 1.0, "error": ""} | change
+    arrays = ArrayRecord({"vector": Array(np.zeros(3, np.float32))})
+    content = RecordDict({wire.UPDATE: arrays, wire.CONFIG: ConfigRecord(config)})
+    with pytest.raises(ProtocolError):
+        wire.read_train_reply(Message(content, reply_to=ask()))
+
+
+@pytest.mark.parametrize("vector", [np.zeros(3), np.zeros((3, 1), np.float32)])
+def test_updates_of_another_type_or_shape_are_protocol_errors(vector: np.ndarray) -> None:
+    config = ConfigRecord({"round": 3, "clients": [1], "weight": 1.0, "error": ""})
+    arrays = ArrayRecord({"vector": Array(vector)})
+    with pytest.raises(ProtocolError, match="flat float32"):
+        wire.read_train_reply(
+            Message(RecordDict({wire.UPDATE: arrays, wire.CONFIG: config}), reply_to=ask())
+        )
+
+
+def test_hello_round_trip() -> None:
+    facts = wire.NodeFacts(partition_id=1, num_partitions=4, simulated=True, error="x")
+    hello = wire.hello_message(5, "{}")
+    assert wire.read_hello(hello) == "{}"
+    assert wire.read_hello_reply(wire.hello_reply(facts, hello)) == facts
+    with pytest.raises(ProtocolError):
+        wire.read_hello_reply(wire.train_reply(UPDATE, ask()))
