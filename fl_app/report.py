@@ -13,6 +13,7 @@ from typing import Any
 from fl_app.privacy import Guarantee
 from fl_app.stages import HistoryRow
 
+PRIVACY_REPORT = "privacy_report.md"
 PACKAGES = ("dpfl", "flwr", "torch", "opacus", "dp-accounting", "numpy")
 
 
@@ -138,8 +139,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def plot_curves(history: Sequence[HistoryRow], epsilon_of: str | None, path: Path) -> None:
-    """Draws accuracy and spent epsilon over rounds into a PNG file."""
+def plot_curves(history: Sequence[HistoryRow], bound: Guarantee | None, path: Path) -> None:
+    """Draws accuracy and the spent epsilon of the bound guarantee over rounds into a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -152,10 +153,15 @@ def plot_curves(history: Sequence[HistoryRow], epsilon_of: str | None, path: Pat
     left.set(xlabel="round", ylabel="test accuracy (%)")
     left.grid(alpha=0.3)
     spent = [(r.round, r.epsilon) for r in history if r.epsilon is not None]
-    if spent:
+    if spent and bound is not None:
         right = left.twinx()
         right.plot(*zip(*spent, strict=True), color="tab:red", linestyle="--", label="epsilon")
-        right.set_ylabel(f"epsilon spent ({epsilon_of})")
+        right.set_ylabel("epsilon spent")
+        left.set_title(
+            f"{bound.name}, delta {bound.delta:g}, {bound.relation}, {bound.accountant} accountant;"
+            f"\nassumptions in {PRIVACY_REPORT}",
+            fontsize="small",
+        )
         right.set_ylim(bottom=0)
         figure.legend(loc="outside upper center", ncols=2)
     figure.savefig(path, dpi=120)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from fl_app import checks
 from fl_app.errors import DpflError
 from fl_app.overrides import CONF_DIR
 from fl_app.server_run import load_settings, with_output_dir
@@ -55,6 +56,13 @@ def run_sweep(arguments: Sequence[str]) -> int:
         values.pop("experiment", None)
         try:
             settings = Settings.from_mapping({str(k): v for k, v in values.items()})
+            if settings.run.resume is not None:
+                raise checks.fail(
+                    "run.resume",
+                    settings.run.resume,
+                    "a sweep starts new runs",
+                    "resume without -m",
+                )
             if settings.run.output_dir is not None:
                 folder = Path(settings.run.output_dir).expanduser().absolute() / str(number)
             settings = with_output_dir(settings, folder)

@@ -7,6 +7,8 @@ the seed, and is the operator's only.
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import time
@@ -24,6 +26,7 @@ from safetensors.torch import save_file as save_torch
 from fl_app import checks
 from fl_app.accounting.ledger import Ledger, verify
 from fl_app.errors import LedgerError, SettingsError
+from fl_app.report import PRIVACY_REPORT
 from fl_app.stages import DoubleVector, HistoryRow, RoundTrace
 
 RESULTS = "results.json"
@@ -32,7 +35,7 @@ CONFIG = "config.yaml"
 LEDGER = "ledger.sqlite"
 MODEL = "model.safetensors"
 CHECKPOINT = "checkpoint.safetensors"
-REPORT = "privacy_report.md"
+REPORT = PRIVACY_REPORT
 CURVES = "curves.png"
 OPERATOR = "operator.jsonl"
 
@@ -163,14 +166,17 @@ class RunDirectory:
         save_torch({k: v.detach().cpu().contiguous() for k, v in state.items()}, temporary)
         _publish(temporary, self.path / MODEL)
 
-    def save_metrics(self, history: Sequence[HistoryRow]) -> None:
-        """Writes the public record as a table, one line a round."""
+    def save_metrics(
+        self, history: Sequence[HistoryRow], epsilon_of: str | None, delta: float
+    ) -> None:
+        """Writes the public record as a table, one line a round, each epsilon with what it is."""
         names = list(HistoryRow.__dataclass_fields__)
-        lines = [",".join(names)]
-        for row in history:
-            values = [getattr(row, name) for name in names]
-            lines.append(",".join("" if v is None else str(v) for v in values))
-        self._write(METRICS, ("\n".join(lines) + "\n").encode())
+        rows = [[getattr(row, name) for name in names] + [delta, epsilon_of] for row in history]
+        with io.StringIO(newline="") as text:
+            csv.writer(text, lineterminator="\n").writerows(
+                [[*names, "delta", "epsilon_of"], *rows]
+            )
+            self.save_text(METRICS, text.getvalue())
 
     def save_text(self, name: str, text: str) -> None:
         """Writes a text file."""

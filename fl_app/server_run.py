@@ -109,7 +109,7 @@ def _resumed(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
     path = Path(str(values["run"]["resume"])).expanduser().absolute()
     saved = RunDirectory(path).saved_settings()
     for override in overrides:
-        section, _, key = override.partition("=")[0].partition(".")
+        section, _, key = override.lstrip("+~").partition("=")[0].partition(".")
         if section == "engine":
             saved[section] = values[section]
         else:
@@ -140,6 +140,7 @@ def run_server(grid: Grid, settings: Settings) -> RunReport:
     settings = with_noise(settings, plan)
     roster = Roster(settings.federation, settings.to_wire())
     roster.gather(grid)
+    plan = make_plan(settings, rows, simulated=roster.simulated)
     with _ServerRun(settings, plan, model, data) as run:
         return run.go(grid, roster, rows)
 
@@ -290,8 +291,12 @@ class _ServerRun:
                 ledger_rows=self.ledger.num_rows,
             )
         )
-        self.directory.save_metrics(self.history)
+        self._save_metrics()
         self.progress.show(row, trace)
+
+    def _save_metrics(self) -> None:
+        delta = self.settings.privacy.target_delta
+        self.directory.save_metrics(self.history, self.plan.epsilon_of, delta)
 
     def _history_row(self, round: int, metrics: MetricRecord | None) -> HistoryRow:
         clipping_norm, std = self.plan.bound_noise()
@@ -337,10 +342,11 @@ class _ServerRun:
             summary=self.plan.summary(),
         )
         self.directory.save_model(self.model.state_dict())
-        self.directory.save_metrics(self.history)
+        self._save_metrics()
         self.directory.save_text(REPORT, result.to_markdown())
         self.directory.save_text(RESULTS, result.to_json())
-        report.plot_curves(self.history, self.plan.epsilon_of, self.directory.path / CURVES)
+        bound = next((g for g in result.guarantees if g.name == result.epsilon_of), None)
+        report.plot_curves(self.history, bound, self.directory.path / CURVES)
         self._conclude(result)
         return result
 

@@ -378,9 +378,3 @@ def _unknown(key: str, value: Any, known: Sequence[str]) -> SettingsError:
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
     return checks.fail(key, value, "unknown key", hint)
-
-
-def __getattr__(name: str) -> Any:  # TEMPORARY
-    import fl_app.overrides as o
-
-    return getattr(o, name)

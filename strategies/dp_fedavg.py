@@ -114,6 +114,7 @@ class DPFedAvg(Strategy):
         self._expected_cohort = settings.cohort.expected_size(settings.federation.population)
         self._current: _Round | None = None
         self._failed_rounds = 0
+        self._logged: set[str] = set()
 
     def summary(self) -> None:
         """Logs what this strategy does."""
@@ -176,7 +177,7 @@ class DPFedAvg(Strategy):
         # Before the cohort is drawn or asked: a kill from here on costs a charge, never a free
         # release.
         self.ledger.append_all(server_round, self.plan.events)
-        self._roster.refresh(grid, self.settings.federation.join_timeout)
+        self._roster.refresh(grid)
         cohort = self._draw_cohort(server_round)
         current = _Round(
             order=self._order(server_round),
@@ -203,7 +204,6 @@ class DPFedAvg(Strategy):
         skip = self.settings.federation.on_missing == "skip" and total.num_answered == 0
         if not skip:
             self._release_and_step(current, total)
-        self._note_failures(current)
         return self._to_arrays(self.parameters_P.astype(np.float32)), None
 
     def configure_evaluate(
@@ -286,16 +286,23 @@ class DPFedAvg(Strategy):
         self.settings.server_optimizer.step(self.parameters_P, release.mean_P, self.optimizer_state)
 
     def _note_failures(self, current: _Round) -> None:
-        for error in sorted(set(current.errors + current.violations)):
-            log.warning("round %d: %s", current.order.round, error)
+        """Logs each new cause once, and ends a run in which nobody works any more.
+
+        Raises:
+            FederationError: in several rounds in a row every reply was an error or a violation.
+        """
+        causes = current.errors + current.violations
+        for cause in sorted(set(causes) - self._logged):
+            log.warning("round %d: %s", current.order.round, cause)
+        self._logged |= set(causes)
         if not current.asked:  # an empty cohort says nothing about the clients
             return
-        failed = not current.answered and bool(current.errors)
+        failed = bool(causes) and not current.answered
         self._failed_rounds = self._failed_rounds + 1 if failed else 0
         if self._failed_rounds >= min(MAX_FAILED_ROUNDS, self.settings.run.num_rounds):
             raise FederationError(
-                f"{self._failed_rounds} rounds in a row every asked client failed; the last cause:\n"
-                f"{current.errors[-1]}"
+                f"{self._failed_rounds} rounds in a row every asked client failed; "
+                f"the last cause:\n{causes[-1]}"
             )
 
     def _finish_round(self, metrics: MetricRecord | None) -> None:
@@ -316,6 +323,7 @@ class DPFedAvg(Strategy):
         )
         if self._on_round is not None:
             self._on_round(self, trace, metrics)
+        self._note_failures(current)
 
     def _in_progress(self, round: int) -> _Round:
         if self._current is None or self._current.order.round != round:

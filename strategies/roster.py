@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fl_app import wire
@@ -15,7 +16,7 @@ from fl_app.wire import NodeFacts
 
 log = logging.getLogger("dpfl")
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.1
 
 
 class Roster:
@@ -31,6 +32,7 @@ class Roster:
         self._settings_json = settings_json
         self._nodes: dict[int, NodeFacts] = {}
         self._refused: dict[int, str] = {}
+        self._greeted: dict[str, int] = {}
 
     @property
     def simulated(self) -> bool:
@@ -50,7 +52,7 @@ class Roster:
         """
         deadline = time.monotonic() + self._federation.join_timeout
         while True:
-            self.refresh(grid, max(1.0, deadline - time.monotonic()))
+            self.refresh(grid)
             if self.num_nodes >= self._needed():
                 return
             if time.monotonic() >= deadline:
@@ -66,17 +68,25 @@ class Roster:
             f"start more nodes or lower federation.min_nodes{reasons}"
         )
 
-    def refresh(self, grid: Grid, timeout: float) -> None:
-        """Says hello to nodes not known yet and forgets those that have left."""
+    def refresh(self, grid: Grid) -> None:
+        """Says hello to nodes not greeted yet, takes in answers, forgets nodes that have left.
+
+        Does not wait: a node that never answers costs nothing but its own clients' absence.
+        """
         present = set(grid.get_node_ids())
-        for gone in set(self._nodes) - present:
-            del self._nodes[gone]
-        unknown = sorted(present - set(self._nodes) - set(self._refused))
-        if not unknown:
-            return
-        hellos = [wire.hello_message(n, self._settings_json) for n in unknown]
-        for reply in grid.send_and_receive(hellos, timeout=timeout):
-            self._add(reply.metadata.src_node_id, reply)
+        self._nodes = {n: facts for n, facts in self._nodes.items() if n in present}
+        self._greeted = {i: n for i, n in self._greeted.items() if n in present}
+        strangers = sorted(
+            present - set(self._nodes) - set(self._refused) - set(self._greeted.values())
+        )
+        if strangers:
+            hellos = [wire.hello_message(n, self._settings_json) for n in strangers]
+            self._greeted |= dict(zip(grid.push_messages(hellos), strangers, strict=True))
+        if self._greeted:
+            for reply in grid.pull_messages(list(self._greeted)):
+                node = self._greeted.pop(reply.metadata.reply_to_message_id, None)
+                if node is not None:
+                    self._add(node, reply)
 
     def group(self, clients: Iterable[int]) -> dict[int, list[int]]:
         """Returns the clients that can be reached, by node id; the others are absent."""
@@ -89,9 +99,9 @@ class Roster:
                 groups.setdefault(node, []).append(int(client))
         return groups
 
-    def _add(self, node_id: int, reply: object) -> None:
+    def _add(self, node_id: int, reply: Message) -> None:
         try:
-            facts = wire.read_hello_reply(reply)  # type: ignore[arg-type]
+            facts = wire.read_hello_reply(reply)
         except ProtocolError as error:
             log.warning("node %d did not introduce itself: %s", node_id, error)
             return

@@ -116,11 +116,13 @@ class PrivacyPlan:
         )
 
     def bound_noise(self) -> tuple[float | None, float]:
-        """Returns C of the bound unit and z C, the noise std on the sum that C bounds."""
+        """Returns C of the bound unit and the noise std on the sum that C bounds (0: none).
+
+        CLIENT: of the sum over a cohort of the expected size; RECORD: of one step's gradient sum.
+        """
         if self.bound_unit is PrivacyUnit.CLIENT:
-            norm, z = self.mechanism_clipping_norm, self.mechanism_noise_multiplier
-        else:
-            norm, z = self.training_clipping_norm, self.training_noise_multiplier
+            return self.mechanism_clipping_norm, self.noise_std_of_sum or 0.0
+        norm, z = self.training_clipping_norm, self.training_noise_multiplier
         return norm, 0.0 if norm is None or z is None else norm * z
 
     @property
@@ -263,12 +265,16 @@ class PrivacyPlan:
         )
 
 
-def make_plan(settings: Settings, nominal_rows: int | None = None) -> PrivacyPlan:
+def make_plan(
+    settings: Settings, nominal_rows: int | None = None, *, simulated: bool = True
+) -> PrivacyPlan:
     """Returns the plan of a run; calibrates the bound unit's noise if its multiplier is null.
 
     Args:
         settings: the checked settings.
         nominal_rows: public row count of one client (record level), if it is known.
+        simulated: False if every node draws its batches, and the server its cohorts, from the
+            operating system; True states the assumption that simulations need.
 
     Raises:
         AccountingError: the target cannot be reached.
@@ -281,7 +287,7 @@ def make_plan(settings: Settings, nominal_rows: int | None = None) -> PrivacyPla
         )
     mechanism_z = _noise_multiplier(settings, PrivacyUnit.CLIENT)
     training_z = _noise_multiplier(settings, PrivacyUnit.RECORD)
-    rows = statement_rows(settings, mechanism_z, training_z)
+    rows = statement_rows(settings, mechanism_z, training_z, simulated=simulated)
     population = settings.federation.population
     batch_rate = getattr(settings.training, "batch_rate", None)
     known = batch_rate is not None and nominal_rows is not None and training_z is not None

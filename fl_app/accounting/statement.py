@@ -56,7 +56,7 @@ def round_event(
 
 
 def statement_rows(
-    settings: Settings, mechanism_z: float | None, training_z: float | None
+    settings: Settings, mechanism_z: float | None, training_z: float | None, *, simulated: bool
 ) -> tuple[Row, ...]:
     """Returns the statement's rows; the one that the target binds comes first of its unit."""
     rows: list[Row] = []
@@ -64,9 +64,11 @@ def statement_rows(
         client := round_event(settings, PrivacyUnit.CLIENT, mechanism_z)
     ):
         central = settings.mechanism.placement is Placement.CENTRAL
-        rows += _central_rows(settings, client) if central else _local_rows(settings, client)
+        rows += (
+            _central_rows(settings, client, simulated) if central else _local_rows(settings, client)
+        )
     if training_z is not None and (record := round_event(settings, PrivacyUnit.RECORD, training_z)):
-        rows += _record_rows(settings, record)
+        rows += _record_rows(settings, record, simulated)
     if not rows:
         relation = NeighboringRelation.ZERO_OUT
         rows += [_row(PrivacyUnit.CLIENT, View.OBSERVER, relation, None, NO_NOISE)]
@@ -83,12 +85,12 @@ def _row(
     return Row(unit=unit, view=view, relation=relation, event=event, assumptions=assumptions)
 
 
-def _central_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
+def _central_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> list[Row]:
     """Returns the rows of noise that the server adds: for the OBSERVER only."""
     assumptions = [
         REGISTRY,
         "an honest server adds the noise once to every sum and drops the un-noised sum at once",
-        *_sampling_assumptions(settings, event),
+        *_sampling_assumptions(event, simulated),
         *_relation_assumptions(event),
     ]
     if settings.federation.on_missing == "skip":
@@ -103,7 +105,7 @@ def _central_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
     ]
 
 
-def _sampling_assumptions(settings: Settings, event: PrivacyEvent) -> list[str]:
+def _sampling_assumptions(event: PrivacyEvent, simulated: bool) -> list[str]:
     if event.sampling is Sampling.NONE:
         return ["no credit is taken for the sampling of clients"]
     hidden = {
@@ -112,11 +114,11 @@ def _sampling_assumptions(settings: Settings, event: PrivacyEvent) -> list[str]:
         Sampling.FIXED_SIZE: "amplification by fixed-size sampling: who took part in a round stays "
         "hidden from the observer",
     }[event.sampling]
-    return [hidden, *_stream_assumptions(settings, "cohorts")]
+    return [hidden, *_stream_assumptions(simulated, "cohorts")]
 
 
-def _stream_assumptions(settings: Settings, what: str) -> list[str]:
-    if settings.engine.kind == "deployment":
+def _stream_assumptions(simulated: bool, what: str) -> list[str]:
+    if not simulated:
         return []
     return [f"in this simulation {what} come from run.seed, which the adversary does not know"]
 
@@ -143,7 +145,7 @@ def _local_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
     ]
 
 
-def _record_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
+def _record_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> list[Row]:
     """Returns the rows of record-level training: the same for both views by post-processing."""
     assumptions = [
         DISJOINT,
@@ -154,7 +156,7 @@ def _record_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
         assumptions.append(
             "amplification by Poisson batches: which rows are in a batch stays hidden"
         )
-        assumptions += _stream_assumptions(settings, "batches")
+        assumptions += _stream_assumptions(simulated, "batches")
     after = "the released models are computed from what the server sees (post-processing)"
     unit, relation = PrivacyUnit.RECORD, event.relation
     return [

@@ -20,7 +20,7 @@ _NUM_CLASSES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digits(Dataset):
-    """1,437 training and 360 public test rows of shape (1, 8, 8), values in [0, 1], 10 labels.
+    """1,437 training and 360 public test rows of shape (1, 8, 8), 10 labels.
 
     The test rows are the same in every run: they do not depend on ``run.seed``.
     """

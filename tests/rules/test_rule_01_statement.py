@@ -1,4 +1,4 @@
-"""Rule 1: an epsilon is printed only with its delta, unit, relation, view, accountant, assumptions."""
+"""Rule 1: an epsilon is printed only with delta, unit, relation, view, accountant, assumptions."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from harness import Watched, federation, watched_run
 
 from fl_app.accounting.plan import make_plan
-from fl_app.settings import compose
+from fl_app.overrides import compose
 
 EPSILON = re.compile(r"epsilon\W{1,3}\d", re.IGNORECASE)
 STATED = re.compile(
@@ -90,7 +90,7 @@ def test_sampling_is_over_the_whole_registry_offline_clients_included(tmp_path: 
     for part in range(5, 10):
         made.grid.silent.add(part)
     made.strategy._roster._nodes.clear()
-    made.strategy._roster.refresh(made.grid, 0.1)
+    made.strategy._roster.refresh(made.grid)
     made.run()
     assert made.strategy._roster.num_nodes == 5
     chosen = {client for trace in made.traces for client in trace.cohort}

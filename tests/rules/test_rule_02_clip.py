@@ -25,7 +25,7 @@ OPTIMIZERS = ("sgd", "momentum", "adam")
 
 
 def hostile_deltas() -> dict[int, np.ndarray]:
-    """Five clients: none, small, on the bound, huge in one element, close to overflow everywhere."""
+    """Five clients: none, small, on the bound, huge in one element, near overflow everywhere."""
     random = np.random.default_rng(0)
     direction = random.normal(size=P)
     direction /= np.linalg.norm(direction)
@@ -96,7 +96,7 @@ def test_the_brute_force_search_notices_a_mechanism_that_does_not_clip(tmp_path:
 def test_a_non_finite_update_becomes_zero_at_the_client(
     tmp_path: Path, mechanism: str, bad: float
 ) -> None:
-    """One bad element of client 2: the sum is that of the others, and the server saw no violation."""
+    """One bad element of client 2: the sum is that of the others; the server saw no violation."""
     broken = np.full(P, 0.01, np.float32)
     table = {c: broken.copy() for c in range(5)}
     table[2][7] = bad

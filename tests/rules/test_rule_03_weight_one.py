@@ -9,7 +9,7 @@ from harness import CENTRAL, LOCAL, UNLIMITED, federation, node, watched_run
 
 from fl_app import client_round, wire
 from fl_app.errors import SettingsError
-from fl_app.settings import compose
+from fl_app.overrides import compose
 from fl_app.stages import ProtectedUpdate
 from fl_app.wire import TrainRequest
 

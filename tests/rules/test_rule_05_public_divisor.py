@@ -7,7 +7,7 @@ import pytest
 from harness import CENTRAL, LOCAL, UNLIMITED, federation, node, spoil_client, watched_run
 
 from fl_app import client_round
-from fl_app.settings import compose
+from fl_app.overrides import compose
 from fl_app.stages import ClientPartition, RoundOrder
 
 ONE = np.full(4, 0.25, np.float32)
@@ -52,7 +52,7 @@ def test_every_client_is_told_the_same_public_row_count(
 
 
 def test_record_level_update_is_not_divided_by_the_clients_row_count(tmp_path: Path) -> None:
-    """Every row twice: twice the update (z = 0). With a realized denominator it would stay the same."""
+    """Every row twice: twice the update (z = 0). A realized denominator would undo that."""
     settings = compose(
         [*UNLIMITED, "training.noise_multiplier=0", "training.batch_rate=1",
          "training.local_steps=1"]

@@ -24,7 +24,7 @@ OPTIMIZERS = pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 
 
 def signal(client: int, round: int) -> np.ndarray:
-    """A different update of norm 0.5 (within C = 1, so sent as it is) for every client and round."""
+    """Another update for every client and round, of norm 0.5: within C = 1, so sent as it is."""
     vector = np.random.default_rng([client, round]).normal(size=P)
     return (0.5 * vector / np.linalg.norm(vector)).astype(np.float32)
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Message
-from harness import CENTRAL, LOCAL, UNLIMITED, dead, federation, watched_run
+from flwr.app import ConfigRecord, Message
+from harness import CENTRAL, LOCAL, UNLIMITED, dead, federation, parameters_record, watched_run
 from statistical.exact_intervals import std_within
 
 from fl_app.accounting.ledger import Ledger
 from fl_app.accounting.plan import make_plan
 from fl_app.errors import PrivacyError
+from fl_app.overrides import compose
 from fl_app.run import run_one
-from fl_app.settings import compose
 from fl_app.wire import TrainRequest
 
 P = 20_000
@@ -112,18 +112,25 @@ def test_rdp_stops_earlier_than_pld_and_never_decides_for_it(tmp_path: Path) -> 
 def test_the_charge_itself_is_gated(tmp_path: Path) -> None:
     """Also who calls `configure_train` without `start` cannot overspend."""
     made = federation(
-        tmp_path, *CENTRAL, "mechanism.noise_multiplier=2", "privacy.target_epsilon=1.5"
+        tmp_path, *CENTRAL, "mechanism.noise_multiplier=2", "privacy.target_epsilon=2.5"
     )
+    configure, config = made.strategy.configure_train, ConfigRecord()
+    arrays = parameters_record(made.strategy.parameters_P)
+    (event,) = made.plan.events
+    pld = made.settings.accountant
+    allowed = sum(pld.epsilon({event: n}, 1e-4) <= 2.5 for n in range(1, 9))
+    assert 0 < allowed < 8
+    for round in range(1, allowed + 1):
+        configure(round, arrays, config, made.grid)
     with pytest.raises(PrivacyError, match="budget"):
-        for round in range(1, 50):
-            made.strategy.configure_train(round, None, None, made.grid)  # type: ignore[arg-type]
-    assert 0 <= len(made.durable_rounds()) < 5
+        configure(allowed + 1, arrays, config, made.grid)
+    assert made.durable_rounds() == list(range(1, allowed + 1))
 
 
 def test_budget_exhausted_is_a_good_end_with_a_saved_model(tmp_path: Path) -> None:
     overrides = [
-        *CENTRAL, "mechanism.noise_multiplier=3", "privacy.target_epsilon=4", "engine.num_workers=0",
-        f"run.output_dir={tmp_path / 'run'}", "federation.num_nodes=1",
+        *CENTRAL, "mechanism.noise_multiplier=3", "privacy.target_epsilon=4",
+        "engine.num_workers=0", f"run.output_dir={tmp_path / 'run'}", "federation.num_nodes=1",
     ]  # fmt: skip
     assert run_one(overrides) == 0
     values = json.loads((tmp_path / "run" / "results.json").read_text())

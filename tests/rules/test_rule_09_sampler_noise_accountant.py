@@ -18,7 +18,7 @@ from safetensors import safe_open
 from fl_app import client_round
 from fl_app.accounting.plan import PrivacyPlan, make_plan
 from fl_app.errors import SettingsError
-from fl_app.settings import compose
+from fl_app.overrides import compose
 from fl_app.stages import ClientPartition
 
 CENTRAL = ["mechanism=central_gaussian", "mechanism.noise_multiplier=1", *UNLIMITED]
@@ -105,8 +105,8 @@ def test_record_level_takes_no_credit_for_the_sampling_of_clients(cohort: list[s
 
 
 PRIVATE_WORDS = (
-    "seed", "answered", "absent", "cohort\":", "cohort_size\":[1-9]", "seconds", "duration", "bytes",
-    "elapsed", "timestamp", "violation", "error", "clients\":",
+    "seed", "answered", "absent", "cohort\":", "cohort_size\":[1-9]", "seconds", "duration",
+    "bytes", "elapsed", "timestamp", "violation", "error", "clients\":",
 )  # fmt: skip
 
 

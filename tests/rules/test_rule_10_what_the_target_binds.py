@@ -1,4 +1,4 @@
-"""Rule 10: CENTRAL binds the OBSERVER, LOCAL and record level the SERVER; the rest is said to be none."""
+"""Rule 10: CENTRAL binds the OBSERVER, LOCAL and record level the SERVER."""
 
 import math
 
@@ -8,8 +8,8 @@ from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from fl_app.accounting.plan import PrivacyPlan, make_plan
 from fl_app.errors import SettingsError
 from fl_app.mechanisms.central_gaussian import CentralGaussian
+from fl_app.overrides import compose
 from fl_app.privacy import Placement
-from fl_app.settings import compose
 
 HUNDRED = ["federation.population=100", "privacy.target_delta=1e-5"]
 

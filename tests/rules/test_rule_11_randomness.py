@@ -13,7 +13,8 @@ from statistical.exact_intervals import is_uncorrelated
 
 from fl_app import client_round, rng
 from fl_app.errors import PrivacyError
-from fl_app.settings import Settings, compose
+from fl_app.overrides import compose
+from fl_app.settings import Settings
 from fl_app.stages import RoundOrder
 
 P = 50_000
@@ -63,7 +64,7 @@ def test_torchs_and_numpys_seeds_do_not_reach_the_noise(
     sums = []
     for i in range(2):
         torch.manual_seed(0)
-        np.random.seed(0)  # noqa: NPY002
+        np.random.seed(0)
         made = federation(
             tmp_path / str(i), *overrides, *NOISE, "run.num_rounds=1", "federation.population=1",
             num_parameters=P,

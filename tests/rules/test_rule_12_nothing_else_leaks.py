@@ -1,4 +1,4 @@
-"""Rule 12: a reply holds the privatized update and public facts only, and looks the same for all."""
+"""Rule 12: a reply holds the privatized update and public facts only, and looks like any other."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from torch import nn
 from fl_app import client_app, client_round, wire
 from fl_app.models import build_model
 from fl_app.models.linear import PLUGIN as LINEAR
-from fl_app.settings import compose
+from fl_app.overrides import compose
 from fl_app.stages import InputSpec
 
 RECORD = ["cohort=all", *UNLIMITED, "training.noise_multiplier=1"]

@@ -10,7 +10,8 @@ from fl_app import client_round
 from fl_app.client_policy import Node
 from fl_app.errors import FederationError, PrivacyError, ProtocolError
 from fl_app.models import build_model
-from fl_app.settings import Settings, compose
+from fl_app.overrides import compose
+from fl_app.settings import Settings
 from fl_app.stages import InputSpec, ProtectedUpdate, RoundOrder
 from fl_app.wire import TrainRequest
 
@@ -52,9 +53,9 @@ def test_the_server_cannot_make_a_node_believe_that_it_is_simulated() -> None:
         own.check(settings("run.seeded_noise=true"))
     allowing = {"partition-id": 0, "num-partitions": 1, "allow-seeded-noise": True}
     Node.from_config(allowing).check(settings("run.seeded_noise=true"))
+    text = Node.from_config(allowing | {"allow-seeded-noise": "true"})
     with pytest.raises(PrivacyError):
-        yes = {"partition-id": 0, "num-partitions": 1, "allow-seeded-noise": "true"}
-        Node.from_config(yes).check(settings("run.seeded_noise=true"))
+        text.check(settings("run.seeded_noise=true"))
 
 
 @pytest.mark.parametrize("clients", [(1,), (0, 1), (-2,), (10,), (0, 0)])

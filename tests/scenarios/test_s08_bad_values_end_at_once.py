@@ -16,7 +16,8 @@ BAD = [
     *(([f"privacy.target_delta={v}"], f"privacy.target_delta={v}") for v in ("0", "1", "2", "nan")),
     *(([CENTRAL, f"mechanism.clipping_norm={v}"], f"mechanism.clipping_norm={v}")
       for v in ("0", "nan", "inf")),
-    *(([f"training.clipping_norm={v}"], f"training.clipping_norm={v}") for v in ("0", "nan", "inf")),
+    *(([f"training.clipping_norm={v}"], f"training.clipping_norm={v}")
+      for v in ("0", "nan", "inf")),
     ([CENTRAL, "mechanism.noise_multiplier=-1"], "mechanism.noise_multiplier=-1"),
     (["training.noise_multiplier=-1"], "training.noise_multiplier=-1"),
 ]  # fmt: skip

@@ -22,9 +22,10 @@ from statistical.exact_intervals import is_normal, is_uncorrelated, mean_within,
 from fl_app import client_round, wire
 from fl_app.engines.local import LocalGrid
 from fl_app.errors import SettingsError
+from fl_app.overrides import compose
 from fl_app.run import default_directory
 from fl_app.server_run import load_settings, run_server
-from fl_app.settings import Settings, compose
+from fl_app.settings import Settings
 from fl_app.stages import ClientPartition, LoadedData
 
 

@@ -1,4 +1,4 @@
-"""S19: 6 rounds straight against 3, a kill in the fourth, and the rest: never less than was spent."""
+"""S19: 6 rounds straight against 3, a kill in the fourth, and the rest: never less is stated."""
 
 import shutil
 from collections.abc import Iterable

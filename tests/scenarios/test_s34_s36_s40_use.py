@@ -13,8 +13,8 @@ from harness import PUBLIC_FILES, UNLIMITED, charged_rounds, watched_run
 
 from fl_app import client_round
 from fl_app.errors import SettingsError
+from fl_app.overrides import compose
 from fl_app.run import run_one, run_sweep
-from fl_app.settings import compose
 from fl_app.stages import PrivatizedUpdate
 
 REPO = Path(__file__).resolve().parents[2]
@@ -49,8 +49,9 @@ def test_s34_what_a_client_uses_is_what_is_saved(
 
     monkeypatch.setattr(client_round, "run_client", watched)
     run = watched_run(
-        tmp_path / "run", "mechanism=central_gaussian", *UNLIMITED, "mechanism.noise_multiplier=0.77",
-        "mechanism.clipping_norm=0.33", "training.learning_rate=0.011", "training.local_epochs=2",
+        tmp_path / "run", "mechanism=central_gaussian", *UNLIMITED,
+        "mechanism.noise_multiplier=0.77", "mechanism.clipping_norm=0.33",
+        "training.learning_rate=0.011", "training.local_epochs=2",
     )  # fmt: skip
     saved = yaml.safe_load((run.folder / "config.yaml").read_text())
     mechanism, training = saved["mechanism"], saved["training"]

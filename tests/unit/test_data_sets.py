@@ -85,8 +85,9 @@ def test_digits_has_the_documented_facts(cache_dir: Path) -> None:
     assert data.test.features.shape == (360, 1, 8, 8)
     inputs = data.train.transform(data.train.features[:])
     assert inputs.dtype == torch.float32
-    assert float(inputs.min()) == 0.0
-    assert float(inputs.max()) == 1.0
+    # Values in [0, 1], moved by the public constant 0.3.
+    assert float(inputs.min()) == pytest.approx(-0.3)
+    assert float(inputs.max()) == pytest.approx(0.7)
 
 
 def test_digits_splits_the_rows_of_scikit_learn_by_label_share(cache_dir: Path) -> None:

@@ -82,7 +82,7 @@ def test_statement_gives_every_epsilon_with_all_that_belongs_to_it() -> None:
 
 
 def test_curves_are_a_png(tmp_path: Path) -> None:
-    report.plot_curves([ROW, replace(ROW, round=2)], BOUND.name, tmp_path / "curves.png")
+    report.plot_curves([ROW, replace(ROW, round=2)], BOUND, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     report.plot_curves([], None, tmp_path / "empty.png")
 
