@@ -99,7 +99,9 @@ def _ledger_file(path: Path) -> Path:
 
 def main() -> None:
     """Runs the command; a refusal is one text on stderr and exit code 2."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)  # Flower's logger passes everything on
+    logging.basicConfig(format="%(name)s: %(message)s", handlers=[handler])
     try:
         app()
     except DpflError as error:
