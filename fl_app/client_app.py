@@ -10,7 +10,6 @@ from flwr.clientapp import ClientApp
 
 from fl_app import client_round, wire
 from fl_app.client_policy import Node
-from fl_app.errors import DpflError
 
 log = logging.getLogger("dpfl")
 app = ClientApp()
@@ -23,11 +22,11 @@ def hello(message: Message, context: Context) -> Message:
     error = ""
     try:
         client_round.check_node(wire.read_hello(message), node)
-    except DpflError as problem:
-        error = str(problem)
-    except Exception as problem:  # its text may hold private values, so it stays here
-        log.warning("failed:\n%s", traceback.format_exc())
-        error = f"{type(problem).__name__} (see the node's log)"
+    except (
+        Exception
+    ) as problem:  # its text may hold private values: the policy decides what is told
+        log.warning("cannot take part:\n%s", traceback.format_exc())
+        error = client_round.public_cause(problem, node)
     facts = wire.NodeFacts(
         partition_id=node.partition_id,
         num_partitions=node.num_partitions,
@@ -40,12 +39,11 @@ def hello(message: Message, context: Context) -> Message:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Trains the asked clients; a failure becomes a reply without anything measured on data."""
+    node = Node.from_config(context.node_config)
     try:
-        node = Node.from_config(context.node_config)
         return wire.train_reply(client_round.run_node(wire.read_train(message), node), message)
-    except DpflError as problem:
-        log.warning("refused: %s", problem)
-        return wire.failure_reply(f"{type(problem).__name__}: {problem}", message)
-    except Exception as problem:  # its text may hold private values, so it stays here
-        log.warning("failed:\n%s", traceback.format_exc())
-        return wire.failure_reply(f"{type(problem).__name__} (see the node's log)", message)
+    except (
+        Exception
+    ) as problem:  # its text may hold private values: the policy decides what is told
+        log.warning("round refused or failed:\n%s", traceback.format_exc())
+        return wire.failure_reply(client_round.public_cause(problem, node), message)

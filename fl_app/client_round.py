@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -14,7 +15,12 @@ from torch import nn
 
 from fl_app import rng
 from fl_app.client_policy import Node
-from fl_app.errors import DpflError, FederationError
+from fl_app.errors import (
+    DpflError,
+    FederationError,
+    PrivacyError,
+    ProtocolError,
+)
 from fl_app.models import build_model, flat_parameters, set_flat_parameters
 from fl_app.partitioners import client_rows
 from fl_app.plugins import TrainingJob
@@ -23,6 +29,7 @@ from fl_app.stages import (
     ClientPartition,
     FloatVector,
     LoadedData,
+    LocalUpdate,
     PrivatizedUpdate,
     ProtectedUpdate,
     RoundOrder,
@@ -43,6 +50,7 @@ def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
     """
     settings = worker_settings(request.settings)
     node.check(settings)
+    check_order(request.order, settings)
     node.check_clients(request.clients, settings.federation.population)
     data = worker_data(request.settings, node)
     model = worker_model(request.settings, node)
@@ -55,10 +63,30 @@ def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
             updates.append(run_client(client, settings, request.order, model, global_P, data, node))
         except Exception as error:  # one client's fault must not silence the others
             log.warning("client %d left out:\n%s", client, traceback.format_exc())
-            failures.append(_public_cause(error, node))
+            failures.append(public_cause(error, node))
     if not updates:
         raise FederationError(f"no client of node {node.partition_id} could train: {failures[:1]}")
     return settings.protection.protect(updates, request.order.round)
+
+
+def check_order(order: RoundOrder, settings: Settings) -> None:
+    """Refuses an order that asks for other noise or clipping than the settings say.
+
+    Raises:
+        PrivacyError: the order's numbers are not those of the settings.
+    """
+    pairs = (
+        ("mechanism.noise_multiplier", order.noise_multiplier, settings.mechanism),
+        ("mechanism.clipping_norm", order.clipping_norm, settings.mechanism),
+        ("training.noise_multiplier", order.training_noise_multiplier, settings.training),
+    )
+    for key, asked, section in pairs:
+        agreed = getattr(section, key.partition(".")[2], None)
+        if asked != agreed:
+            raise PrivacyError(
+                f"{key}={asked} asked in round {order.round}: the settings say {agreed}; "
+                "the node does not train"
+            )
 
 
 def run_client(
@@ -92,13 +120,39 @@ def run_client(
     job = TrainingJob(
         noise_multiplier=order.training_noise_multiplier,
         nominal_rows=order.nominal_rows,
-        batches=_batch_stream(seed, round, client, node),
+        batches=_batch_stream(seed, order, client, node),
         noise=rng.noise_source("record-noise", round, client, seed=noise_seed),
         device=device(settings.run.device),
     )
-    update = settings.training.train(model, partition, job)
+    update = _train(settings, model, global_P, partition, job)
     noise = rng.noise_source("client-noise", round, client, seed=noise_seed)
     return settings.mechanism.privatize(update, order, noise)
+
+
+def _train(
+    settings: Settings,
+    model: nn.Module,
+    global_P: FloatVector,
+    partition: ClientPartition,
+    job: TrainingJob,
+) -> LocalUpdate:
+    """Returns the local update; a private client trains without rows if it cannot with them.
+
+    Guarantee: an error that depends on the client's rows changes nothing that others can see but
+    the privatized update itself (rules 2 and 12). What fails without any row is no secret.
+    """
+    try:
+        return settings.training.train(model, partition, job)
+    except Exception:
+        if not (settings.training.private or settings.client_level):
+            raise
+        log.warning(
+            "client %d trains without its rows:\n%s", partition.client, traceback.format_exc()
+        )
+    set_flat_parameters(model, global_P)
+    without = dataclasses.replace(partition, rows=partition.rows[:0])
+    update = settings.training.train(model, without, job)
+    return dataclasses.replace(update, num_examples=len(partition.rows))
 
 
 def client_partition(client: int, settings: Settings, data: LoadedData) -> ClientPartition:
@@ -157,15 +211,18 @@ def device(name: str) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def _batch_stream(seed: int, round: int, client: int, node: Node) -> np.random.Generator:
+def _batch_stream(seed: int, order: RoundOrder, client: int, node: Node) -> np.random.Generator:
     """Returns the stream of batch membership: repeatable in simulation, else the node's own."""
     if node.simulated:
-        return rng.stream(seed, "batches", round, client)
+        return rng.stream(seed, "batches", order.round, client, order.attempt)
     return np.random.default_rng(secrets.randbits(256))
 
 
-def _public_cause(error: Exception, node: Node) -> str:
-    """Returns what may be told about a failure: all in simulation, else only our own texts."""
+def public_cause(error: Exception, node: Node) -> str:
+    """Returns what a node may tell of a failure: all in simulation, else nothing about data."""
+    told = PrivacyError | ProtocolError | FederationError  # their texts never hold data
+    if isinstance(error, told) or (node.simulated and isinstance(error, DpflError)):
+        return str(error)
     if node.simulated:
         return "".join(traceback.format_exception(error)).rstrip()
-    return str(error) if isinstance(error, DpflError) else type(error).__name__
+    return f"{type(error).__name__} (see the node's log)"

@@ -46,6 +46,8 @@ def compose_mapping(overrides: Sequence[str]) -> dict[str, Any]:
     return {str(k): v for k, v in values.items() if k != "experiment"}
 
 
+_REFUSED = ("$", "\\", "_target_")
+_GROUPS = (*plugins.PACKAGES, "experiment")
 _VALUE_OVERRIDE = re.compile(r"[a-z][a-z0-9_.]*=[^=].*|[a-z][a-z0-9_.]*=")
 
 
@@ -63,8 +65,10 @@ def split_run_config(text: str) -> list[str]:
     except ValueError as error:
         raise checks.fail("overrides", text, f"cannot be split: {error}", "check quotes") from error
     for part in parts:
-        key = part.partition("=")[0]
-        bad = "${" in part or "_target_" in part or key == "hydra" or key.startswith("hydra.")
+        key, _, value = part.partition("=")
+        bad = any(mark in part for mark in _REFUSED) or key.split(".")[0] == "hydra"
+        # A choice names a file of conf/: never a path.
+        bad = bad or (key in _GROUPS and not re.fullmatch(r"[a-z0-9_]+", value))
         if bad or not _VALUE_OVERRIDE.fullmatch(part):
             raise checks.fail(
                 "overrides",

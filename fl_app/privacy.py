@@ -125,6 +125,12 @@ class PrivacyEvent:
             raise PrivacyError(f"not a privacy event: {error}") from error
 
 
+def round_up(epsilon: float, digits: int) -> str:
+    """Returns `epsilon` in decimals that are not below it (but for an error of the last float)."""
+    scale = 10**digits
+    return f"{math.ceil(epsilon * scale - 1e-9) / scale:.{digits}f}"
+
+
 _ENUMS: Mapping[str, type[StrEnum]] = {
     "unit": PrivacyUnit,
     "view": View,
@@ -156,6 +162,10 @@ class Guarantee:
     def private(self) -> bool:
         """True if there is a finite bound."""
         return self.epsilon is not None
+
+    def shown_epsilon(self, digits: int) -> str:
+        """Returns epsilon in decimals, rounded up: what is printed is still a bound."""
+        return "none" if self.epsilon is None else round_up(self.epsilon, digits)
 
     @property
     def name(self) -> str:

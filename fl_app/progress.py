@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from fl_app.privacy import Guarantee
+from fl_app.privacy import Guarantee, round_up
 from fl_app.stages import HistoryRow, RoundTrace
 
 COLUMNS = ("round", "answered", "accuracy", "loss", "epsilon", "left", "seconds", "to go")
@@ -91,7 +91,7 @@ class Progress:
             f"{len(trace.answered)}/{len(trace.cohort)}",
             "-" if row.accuracy is None else f"{100 * row.accuracy:.2f} %",
             "-" if row.loss is None else f"{row.loss:.4f}",
-            "-" if row.epsilon is None else f"{row.epsilon:.3f}",
+            "-" if row.epsilon is None else round_up(row.epsilon, 3),
             "-" if left is None else f"{left:.3f}",
             f"{trace.seconds:.2f}",
             f"{per_round * (self._num_rounds - row.round):.0f} s",
@@ -112,7 +112,7 @@ def statement(guarantees: Sequence[Guarantee], bound: str | None) -> str:
             lines.append(f"{g.name}: NOT PRIVATE, no finite epsilon, see {given}")
         else:
             lines.append(
-                f"{g.name}: epsilon {g.epsilon:.3f} at delta {g.delta:g}, {g.relation}, "
+                f"{g.name}: epsilon {g.shown_epsilon(3)} at delta {g.delta:.9g}, {g.relation}, "
                 f"{g.accountant} accountant, assuming {given}"
             )
     return "\n".join(lines + [f"  [{n}] {text}" for text, n in numbers.items()])

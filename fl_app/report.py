@@ -121,7 +121,7 @@ def guarantee_table(guarantees: Sequence[Guarantee], bound: str | None) -> list[
         "|---|---|---|---|---|---|---|",
     ]
     for g in guarantees:
-        epsilon = "none (not private)" if g.epsilon is None else f"{g.epsilon:.4f}"
+        epsilon = "none (not private)" if g.epsilon is None else g.shown_epsilon(4)
         mark = "yes" if g.name == bound else ""
         cells = (g.unit, g.view, epsilon, f"{g.delta:g}", g.relation, g.accountant or "-", mark)
         lines.append("| " + " | ".join(str(c) for c in cells) + " |")

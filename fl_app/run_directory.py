@@ -24,7 +24,7 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file as save_torch
 
 from fl_app import checks
-from fl_app.accounting.ledger import Ledger, verify
+from fl_app.accounting.ledger import Ledger, read, verify
 from fl_app.errors import LedgerError, SettingsError
 from fl_app.report import PRIVACY_REPORT
 from fl_app.stages import DoubleVector, HistoryRow, RoundTrace
@@ -96,9 +96,10 @@ class RunDirectory:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(line)
 
-    def log_round(self, trace: RoundTrace) -> None:
-        """Appends what really happened in a round to the operator's file."""
-        self.log_operator({"event": "round", **asdict(trace), "absent": trace.absent})
+    def log_round(self, trace: RoundTrace, num_charges: int) -> None:
+        """Appends what really happened in a round, and its number of charges, for the operator."""
+        record = {"event": "round", **asdict(trace), "absent": trace.absent}
+        self.log_operator(record | {"charges": num_charges})
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Writes the checkpoint; the one before stays until the new one is complete."""
@@ -143,16 +144,13 @@ class RunDirectory:
                 "run.resume", self.path, f"has no readable checkpoint ({error})", "start a new run"
             ) from error
 
-    def open_ledger(self, checkpoint: Checkpoint) -> Ledger:
+    def open_ledger(self) -> Ledger:
         """Returns the run's ledger for appending.
 
         Raises:
-            LedgerError: missing, damaged, or older than the checkpoint (rule 7).
+            LedgerError: missing, damaged, or older than checkpoint, results or log (rule 7).
         """
-        problems = verify(
-            self.ledger_path, head=checkpoint.ledger_head, num_rows=checkpoint.ledger_rows
-        )
-        if problems:
+        if problems := verify_ledger(self.ledger_path):
             raise LedgerError(
                 f"{self.ledger_path}: {'; '.join(problems)}; without the complete ledger the spent "
                 "budget is unknown, so the run is not continued; "
@@ -206,6 +204,12 @@ class RunDirectory:
             raise SettingsError(f"{self.path / CONFIG}: is not a mapping")
         return values
 
+    def _rounds_without_charge(self, num_rows: int) -> list[str]:
+        """Returns the problem that the operator's file logs more rounds than the ledger charged."""
+        lines = (self.path / OPERATOR).read_text(encoding="utf-8").splitlines()
+        charges = sum(json.loads(line).get("charges", 0) for line in lines)
+        return [f"{OPERATOR}: older: {num_rows} rows, {charges} charges"] * (charges > num_rows)
+
     def _write(self, name: str, content: bytes) -> None:
         temporary = self.path / (name + ".tmp")
         temporary.write_bytes(content)
@@ -222,6 +226,8 @@ def verify_ledger(path: Path) -> list[str]:
     if not problems and (folder.path / RESULTS).exists():
         kept = json.loads((folder.path / RESULTS).read_text(encoding="utf-8"))["ledger"]
         problems += _against(path, RESULTS, kept["head"], kept["rows"])
+    if not problems and (folder.path / OPERATOR).exists():
+        problems += folder._rounds_without_charge(len(read(path)))
     return problems
 
 

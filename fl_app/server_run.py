@@ -22,11 +22,12 @@ from fl_app.accounting.ledger import Ledger
 from fl_app.accounting.plan import PrivacyPlan, make_plan
 from fl_app.client_policy import home
 from fl_app.client_round import device, new_model
-from fl_app.errors import SettingsError
+from fl_app.errors import FederationError, LedgerError, SettingsError
 from fl_app.models import flat_parameters, num_parameters, set_flat_parameters
 from fl_app.overrides import compose_mapping
 from fl_app.progress import Progress, statement
 from fl_app.run_directory import (
+    CONFIG,
     CURVES,
     METRICS,
     REPORT,
@@ -197,13 +198,25 @@ class _ServerRun:
         path = Path(str(settings.run.output_dir))
         if settings.run.resume is None:
             self.directory = RunDirectory.create(path, settings.to_public(), settings.run.seed)
-            self.ledger = Ledger.create(self.directory.ledger_path, uuid.uuid4().hex)
+            run_id = f"{uuid.uuid4().hex}-{settings.fingerprint()}"
+            self.ledger = Ledger.create(self.directory.ledger_path, run_id)
             self.checkpoint = self._first_checkpoint()
         else:
             self.directory = RunDirectory(path)
             self.checkpoint = self.directory.load_checkpoint()
-            self.ledger = self.directory.open_ledger(self.checkpoint)
+            self.ledger = self.directory.open_ledger()
+            self._check_unchanged()
             self.history = list(self.checkpoint.history)
+
+    def _check_unchanged(self) -> None:
+        """Refuses to go on under other settings than those that the ledger was begun with."""
+        if self.ledger.run_id.endswith(f"-{self.settings.fingerprint()}"):
+            return
+        self.ledger.close()
+        raise LedgerError(
+            f"{self.directory.ledger_path}: was begun with other settings than {CONFIG} holds now, "
+            f"so its charges would be misread; restore {CONFIG} or start a new run"
+        )
 
     def __enter__(self) -> _ServerRun:
         return self
@@ -246,6 +259,11 @@ class _ServerRun:
             status = strategy.status
         finally:
             result = self._write_report(status, strategy)
+        if strategy.last_cause and not strategy.anybody_answered:
+            # The public record shows the run as it was scheduled; only the operator learns this.
+            raise FederationError(
+                f"nobody answered in any round; the last cause:\n{strategy.last_cause}"
+            )
         return result
 
     def _first_checkpoint(self) -> Checkpoint:
@@ -280,17 +298,16 @@ class _ServerRun:
     ) -> None:
         row = self._history_row(trace.round, metrics)
         self.history.append(row)
-        self.directory.log_round(trace)
-        self.directory.save_checkpoint(
-            Checkpoint(
-                round=trace.round,
-                parameters_P=strategy.parameters_P,
-                optimizer_state=strategy.optimizer_state,
-                history=self.history,
-                ledger_head=self.ledger.head,
-                ledger_rows=self.ledger.num_rows,
-            )
+        self.directory.log_round(trace, len(self.plan.events))
+        self.checkpoint = Checkpoint(
+            round=trace.round,
+            parameters_P=strategy.parameters_P.copy(),
+            optimizer_state=strategy.optimizer_state,
+            history=self.history,
+            ledger_head=self.ledger.head,
+            ledger_rows=self.ledger.num_rows,
         )
+        self.directory.save_checkpoint(self.checkpoint)
         self._save_metrics()
         self.progress.show(row, trace)
 
@@ -323,11 +340,12 @@ class _ServerRun:
             say(f"warning: {warning}")
 
     def _write_report(self, status: str, strategy: DPFedAvg) -> RunReport:
-        set_flat_parameters(self.model, strategy.parameters_P.astype(np.float32))
+        """Writes what the last checkpoint holds; a round that was cut short is not published."""
+        set_flat_parameters(self.model, self.checkpoint.parameters_P.astype(np.float32))
         settings, counts = self.settings, self.ledger.counts()
         result = report.RunReport(
             status=status,
-            num_rounds_done=strategy.rounds_done,
+            num_rounds_done=self.checkpoint.round,
             num_rounds=settings.run.num_rounds,
             final=self._metrics(),
             target_delta=settings.privacy.target_delta,

@@ -8,6 +8,7 @@ in the round's message and build the same `Settings` from them.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -322,6 +323,14 @@ class Settings:
         values = self._portable()
         del values["run"]["seed"]
         return values
+
+    def fingerprint(self) -> str:
+        """Returns a digest of what a resumed run must not change; public, so without the seed."""
+        values = self.to_public()
+        del values["engine"], values["run"]["device"]
+        for key in ("num_nodes", "min_nodes", "join_timeout", "round_timeout"):
+            del values["federation"][key]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def _portable(self) -> dict[str, Any]:
         values = self.to_mapping()

@@ -98,6 +98,7 @@ class RoundOrder:
         training_noise_multiplier: record-level z of this round, or None.
         nominal_rows: public row count of a client that record-level rates refer to.
         weighting: "uniform" or "examples".
+        attempt: how often this round was charged before (0; more after a kill): fresh batches then.
     """
 
     round: int
@@ -106,6 +107,7 @@ class RoundOrder:
     training_noise_multiplier: float | None
     nominal_rows: int
     weighting: str = "uniform"
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +132,13 @@ class ProtectedUpdate:
     Attributes:
         round: the round it belongs to.
         clients: the clients in it.
-        vector_P: [P] float32.
+        vector_P: [P] float32 of one client, float64 of a sum.
         weight: sum of their weights.
     """
 
     round: int
     clients: tuple[int, ...]
-    vector_P: FloatVector
+    vector_P: FloatVector | DoubleVector
     weight: float
 
 

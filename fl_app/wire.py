@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from fl_app.errors import ProtocolError
 from fl_app.stages import ProtectedUpdate, RoundOrder
@@ -184,8 +186,9 @@ def read_train_reply(message: Message) -> ProtectedUpdate | str:
     try:
         vector_P = message.content.array_records[UPDATE][VECTOR].numpy()
         weight = config[WEIGHT]
-        if vector_P.dtype != np.float32 or vector_P.ndim != 1 or not isinstance(weight, float):
-            raise ProtocolError("train reply: the update must be one flat float32 vector")
+        flat = vector_P.ndim == 1 and vector_P.dtype in (np.float32, np.float64)
+        if not flat or not isinstance(weight, float):
+            raise ProtocolError("train reply: the update must be one flat float vector")
         return ProtectedUpdate(
             round=_int(config[ROUND]),
             clients=_ints(config[CLIENTS]),
@@ -194,6 +197,11 @@ def read_train_reply(message: Message) -> ProtectedUpdate | str:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"train reply: {type(error).__name__} {error}") from error
+
+
+def is_simulation(grid: Grid) -> bool:
+    """Returns whether the server itself runs in a simulation, whatever nodes say."""
+    return isinstance(grid, InMemoryGrid) or getattr(grid, "simulated", False) is True
 
 
 def num_bytes(message: Message) -> int:

@@ -27,6 +27,7 @@ from fl_app import rng, wire
 from fl_app.accounting.ledger import Ledger
 from fl_app.accounting.plan import PrivacyPlan
 from fl_app.errors import FederationError, PrivacyError, ProtocolError
+from fl_app.privacy import PrivacyEvent, PrivacyUnit, Sampling
 from fl_app.settings import Settings
 from fl_app.stages import (
     CohortSum,
@@ -115,6 +116,8 @@ class DPFedAvg(Strategy):
         self._current: _Round | None = None
         self._failed_rounds = 0
         self._logged: set[str] = set()
+        self.anybody_answered = False
+        self.last_cause = ""
 
     def summary(self) -> None:
         """Logs what this strategy does."""
@@ -174,13 +177,14 @@ class DPFedAvg(Strategy):
         """
         if not self.plan.within_budget(self.ledger.counts()):
             raise PrivacyError(f"round {server_round}: the privacy budget does not allow it")
+        attempt = self._charges_of(server_round)
         # Before the cohort is drawn or asked: a kill from here on costs a charge, never a free
         # release.
         self.ledger.append_all(server_round, self.plan.events)
         self._roster.refresh(grid)
-        cohort = self._draw_cohort(server_round)
+        cohort = self._draw_cohort(server_round, attempt)
         current = _Round(
-            order=self._order(server_round),
+            order=self._order(server_round, attempt),
             cohort=cohort,
             asked=self._roster.group(cohort.tolist()),
             started=time.monotonic(),
@@ -218,7 +222,12 @@ class DPFedAvg(Strategy):
         """Returns None: clients report no metrics."""
         return None
 
-    def _order(self, round: int) -> RoundOrder:
+    def _charges_of(self, round: int) -> int:
+        """Returns how often `round` was charged before: a round made again needs a new cohort."""
+        rows = sum(entry.round == round for entry in self.ledger.entries())
+        return rows // max(1, len(self.plan.events))
+
+    def _order(self, round: int, attempt: int) -> RoundOrder:
         clipping_norm = getattr(self.settings.mechanism, "clipping_norm", None)
         return RoundOrder(
             round=round,
@@ -227,12 +236,13 @@ class DPFedAvg(Strategy):
             training_noise_multiplier=self.plan.training_noise_multiplier,
             nominal_rows=self._nominal_rows,
             weighting=self.settings.federation.weighting,
+            attempt=attempt,
         )
 
-    def _draw_cohort(self, round: int) -> IndexVector:
+    def _draw_cohort(self, round: int, attempt: int) -> IndexVector:
         """Draws over the whole registry, offline clients included; unpredictable in deployment."""
         if self._roster.simulated:
-            stream = rng.stream(self.settings.run.seed, "cohort", round)
+            stream = rng.stream(self.settings.run.seed, "cohort", round, attempt)
         else:
             stream = np.random.default_rng(secrets.randbits(256))
         return self.settings.cohort.sample(self.settings.federation.population, round, stream)
@@ -299,11 +309,19 @@ class DPFedAvg(Strategy):
             return
         failed = bool(causes) and not current.answered
         self._failed_rounds = self._failed_rounds + 1 if failed else 0
+        self.last_cause = causes[-1] if failed else self.last_cause
+        self.anybody_answered |= bool(current.answered)
+        # Ending early would tell the OBSERVER who was sampled, so an amplified run goes on.
+        if any(event.sampling is not Sampling.NONE for event in self._client_events()):
+            return
         if self._failed_rounds >= min(MAX_FAILED_ROUNDS, self.settings.run.num_rounds):
             raise FederationError(
                 f"{self._failed_rounds} rounds in a row every asked client failed; "
                 f"the last cause:\n{causes[-1]}"
             )
+
+    def _client_events(self) -> list[PrivacyEvent]:
+        return [event for event in self.plan.events if event.unit is PrivacyUnit.CLIENT]
 
     def _finish_round(self, metrics: MetricRecord | None) -> None:
         current = self._current

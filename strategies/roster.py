@@ -33,11 +33,13 @@ class Roster:
         self._nodes: dict[int, NodeFacts] = {}
         self._refused: dict[int, str] = {}
         self._greeted: dict[str, int] = {}
+        self._own_simulation = False
 
     @property
     def simulated(self) -> bool:
-        """True if every known node runs in a simulation."""
-        return bool(self._nodes) and all(n.simulated for n in self._nodes.values())
+        """True if the server itself and every known node run in a simulation."""
+        known = self._nodes.values()
+        return self._own_simulation and bool(known) and all(n.simulated for n in known)
 
     @property
     def num_nodes(self) -> int:
@@ -73,6 +75,7 @@ class Roster:
 
         Does not wait: a node that never answers costs nothing but its own clients' absence.
         """
+        self._own_simulation = wire.is_simulation(grid)
         present = set(grid.get_node_ids())
         self._nodes = {n: facts for n, facts in self._nodes.items() if n in present}
         self._greeted = {i: n for i, n in self._greeted.items() if n in present}

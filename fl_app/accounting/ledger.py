@@ -126,6 +126,12 @@ class Ledger:
         return dict(self._counts)
 
     @property
+    def run_id(self) -> str:
+        """The id that the chain starts from."""
+        row = self._connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+        return str(row[0])
+
+    @property
     def num_rows(self) -> int:
         """Number of rows."""
         return len(self._entries)

@@ -69,6 +69,8 @@ class LocalGrid(Grid):
         num_workers: worker processes, 0 to work in this process.
     """
 
+    simulated = True
+
     def __init__(self, num_nodes: int, num_workers: int) -> None:
         self._num_nodes, self._num_workers = num_nodes, num_workers
         self._run = Run.create_empty(run_id=secrets.randbits(62))

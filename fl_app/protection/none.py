@@ -12,7 +12,13 @@ import numpy as np
 
 from fl_app.errors import ProtocolError
 from fl_app.plugins import Protection
-from fl_app.stages import CohortSum, PrivatizedUpdate, ProtectedUpdate
+from fl_app.stages import (
+    CohortSum,
+    DoubleVector,
+    FloatVector,
+    PrivatizedUpdate,
+    ProtectedUpdate,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -28,24 +34,23 @@ class NoProtection(Protection):
     hides_from_server: ClassVar[bool] = False
 
     def protect(self, updates: Sequence[PrivatizedUpdate], round: int) -> ProtectedUpdate:
-        """Returns the weighted sum of the updates, added up in float64.
+        """Returns the weighted sum of the updates, float64 (of one client: its float32 update).
+
+        A float32 sum over many clients would move by more than C when one of them changes.
 
         Raises:
             ProtocolError: no update, or updates of different sizes.
         """
         if not updates:
             raise ProtocolError("updates=[]: a node sends at least one client's update")
-        sum_P = np.zeros(updates[0].vector_P.shape, np.float64)
-        for update in updates:
-            _check_size(update.vector_P.shape, sum_P.size)
-            if update.weight == 1:
-                sum_P += update.vector_P
-            else:
-                sum_P += update.weight * update.vector_P.astype(np.float64)
+        if len(updates) == 1 and updates[0].weight == 1:
+            vector_P: FloatVector | DoubleVector = updates[0].vector_P
+        else:
+            vector_P = _sum(updates)
         return ProtectedUpdate(
             round=round,
             clients=tuple(update.client for update in updates),
-            vector_P=_as_float32(sum_P),
+            vector_P=vector_P,
             weight=math.fsum(update.weight for update in updates),
         )
 
@@ -87,10 +92,15 @@ def _check_size(shape: tuple[int, ...], num_parameters: int) -> None:
         )
 
 
-def _as_float32(sum_P: np.typing.NDArray[np.float64]) -> np.typing.NDArray[np.float32]:
-    # A sum beyond float32 becomes inf, which `combine` drops; that is no reason to warn here.
-    with np.errstate(over="ignore"):
-        return sum_P.astype(np.float32)
+def _sum(updates: Sequence[PrivatizedUpdate]) -> DoubleVector:
+    sum_P = np.zeros(updates[0].vector_P.shape, np.float64)
+    for update in updates:
+        _check_size(update.vector_P.shape, sum_P.size)
+        if update.weight == 1:
+            sum_P += update.vector_P
+        else:
+            sum_P += update.weight * update.vector_P.astype(np.float64)
+    return sum_P
 
 
 PLUGIN = NoProtection

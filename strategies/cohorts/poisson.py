@@ -57,7 +57,10 @@ class PoissonCohort(Cohort):
         return PrivacyEvent(
             unit=PrivacyUnit.CLIENT,
             view=View.OBSERVER,
-            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+            # Presence itself decides which rounds may be skipped: only ZERO_OUT is bounded then.
+            relation=(
+                NeighboringRelation.ADD_OR_REMOVE_ONE if amplified else NeighboringRelation.ZERO_OUT
+            ),
             noise=noise,
             noise_multiplier=noise_multiplier,
             sampling=Sampling.POISSON if credited else Sampling.NONE,

@@ -8,6 +8,7 @@ from harness import Watched, federation, watched_run
 
 from fl_app.accounting.plan import make_plan
 from fl_app.overrides import compose
+from fl_app.privacy import round_up
 
 EPSILON = re.compile(r"epsilon\W{1,3}\d", re.IGNORECASE)
 STATED = re.compile(
@@ -53,7 +54,7 @@ def test_history_names_the_guarantee_that_its_epsilon_belongs_to(run: Watched) -
 def test_the_report_prints_every_epsilon_in_a_full_row(run: Watched) -> None:
     text = (run.folder / "privacy_report.md").read_text()
     for row in run.results["privacy"]["guarantees"]:
-        shown = "none (not private)" if row["epsilon"] is None else f"{row['epsilon']:.4f}"
+        shown = "none (not private)" if row["epsilon"] is None else round_up(row["epsilon"], 4)
         cells = [row["unit"], row["view"], shown, f"{row['delta']:g}", row["relation"]]
         assert "| " + " | ".join([*cells, row["accountant"] or "-"]) + " |" in text
         for assumption in row["assumptions"]:

@@ -78,8 +78,8 @@ def test_noise_follows_the_clipping_norm_that_was_sent_in_the_same_round(
     )  # fmt: skip
     plain = made.strategy._order
 
-    def adaptive(round: int) -> RoundOrder:
-        return dataclasses.replace(plain(round), clipping_norm=norms[round])
+    def adaptive(round: int, attempt: int) -> RoundOrder:
+        return dataclasses.replace(plain(round, attempt), clipping_norm=norms[round])
 
     monkeypatch.setattr(made.strategy, "_order", adaptive)
     made.run()

@@ -41,9 +41,9 @@ def test_the_cohort_is_drawn_after_the_charge(
     made = federation(tmp_path, *CENTRAL, *NOISE)
     genuine, charged = made.strategy._draw_cohort, []
 
-    def draw(round: int) -> np.ndarray:
+    def draw(round: int, attempt: int) -> np.ndarray:
         charged.append(made.durable_rounds())
-        return genuine(round)
+        return genuine(round, attempt)
 
     monkeypatch.setattr(made.strategy, "_draw_cohort", draw)
     made.run()

@@ -15,6 +15,7 @@ from harness import (
     LOCAL,
     UNLIMITED,
     FakeGrid,
+    Federation,
     crashed,
     failing,
     federation,
@@ -157,18 +158,34 @@ def test_s33_all_clients_failing_ends_soon_with_an_error_and_the_cause_on_screen
     assert "RuntimeError: the disk is full" in capsys.readouterr().err + caplog.text
 
 
-def test_s33_empty_cohorts_between_do_not_hide_that_everybody_fails(tmp_path: Path) -> None:
+def failing_federation(tmp_path: Path, *overrides: str) -> Federation:
     made = federation(
         tmp_path, "mechanism=central_gaussian", "cohort=poisson", "cohort.sampling_rate=0.05",
-        *NOISE, "run.num_rounds=60",
+        *NOISE, "run.num_rounds=30", *overrides,
     )  # fmt: skip
     for part in range(10):
         made.grid.answers[part] = failing
+    return made
+
+
+def test_s33_empty_cohorts_between_do_not_hide_that_everybody_fails(tmp_path: Path) -> None:
+    made = failing_federation(tmp_path, "cohort.amplification=false")
     with pytest.raises(FederationError, match="the disk is full"):
         made.run()
     asked = [trace for trace in made.traces if trace.cohort]
     assert len(asked) == 3  # the third failing round ended it, and is on record
     assert len(made.traces) > 2
+
+
+def test_s33_an_amplified_run_is_not_cut_short_as_that_would_tell_who_was_sampled(
+    tmp_path: Path,
+) -> None:
+    made = failing_federation(tmp_path)
+    made.run()
+    assert (made.strategy.status, made.strategy.rounds_done) == ("completed", 30)
+    # The operator is told all the same: the run's command fails with this cause.
+    assert not made.strategy.anybody_answered
+    assert "the disk is full" in made.strategy.last_cause
 
 
 @pytest.mark.parametrize("overrides", [CENTRAL, LOCAL], ids=["central", "local"])

@@ -34,7 +34,20 @@ def test_a_node_sends_the_weighted_sum_and_who_is_in_it() -> None:
     node = PROTECTION.protect([private(3, [1, 2]), private(7, [10, 20], weight=3.0)], 5)
     assert (node.round, node.clients, node.weight) == (5, (3, 7), 4.0)
     assert node.vector_P.tolist() == [31.0, 62.0]
-    assert node.vector_P.dtype == np.float32
+    assert node.vector_P.dtype == np.float64
+    assert PROTECTION.protect([private(3, [1, 2])], 5).vector_P.dtype == np.float32
+
+
+def test_changing_one_of_many_clients_moves_the_sum_by_no_more_than_its_change() -> None:
+    """In float32 the rounding of a large sum would add to it."""
+    stream = np.random.default_rng(0)
+    others = [private(i, stream.random(200).tolist()) for i in range(2000)]
+    size = np.linalg.norm([np.float32(1e-3)] * 200)
+    with_one = PROTECTION.protect([*others, private(2000, [1e-3] * 200)], 1).vector_P
+    without = PROTECTION.protect([*others, private(2000, [0.0] * 200)], 1).vector_P
+    assert np.linalg.norm(with_one - without) <= size * (1 + 1e-9)
+    rounded = with_one.astype(np.float32) - without.astype(np.float32)
+    assert np.linalg.norm(rounded) > size * (1 + 1e-4)  # the negative control: float32 sums
 
 
 def test_sums_are_made_in_float64() -> None:
@@ -84,9 +97,10 @@ def test_an_impossible_weight_is_dropped(weight: float) -> None:
     assert (total.sum_P.tolist(), total.weight, total.num_answered) == ([0.0], 0.0, 0)
 
 
-def test_a_sum_beyond_float32_is_dropped_by_the_server() -> None:
+def test_a_sum_beyond_float32_counts_in_full() -> None:
     node = PROTECTION.protect([private(i, [3e38]) for i in range(2)], 1)
-    assert PROTECTION.combine([node], 1, 1).num_answered == 0
+    total = PROTECTION.combine([node], 1, 1)
+    assert (total.num_answered, total.sum_P[0]) == (2, 2 * float(np.float32(3e38)))
 
 
 def test_s37_another_rounds_update_is_refused() -> None:
