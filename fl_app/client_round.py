@@ -22,6 +22,7 @@ from fl_app.settings import Settings
 from fl_app.stages import (
     ClientPartition,
     FloatVector,
+    InputSpec,
     LoadedData,
     PrivatizedUpdate,
     ProtectedUpdate,
@@ -95,6 +96,7 @@ def run_client(
         batches=_batch_stream(seed, round, client, node),
         noise=rng.noise_source("record-noise", round, client, seed=noise_seed),
         device=device(settings.run.device),
+        round=round,
     )
     update = settings.training.train(model, partition, job)
     noise = rng.noise_source("client-noise", round, client, seed=noise_seed)
@@ -142,10 +144,12 @@ def worker_model(settings_json: str, node: Node) -> nn.Module:
     return new_model(settings, data_spec=spec).to(device(settings.run.device))
 
 
-def new_model(settings: Settings, data_spec: object) -> nn.Module:
+def new_model(settings: Settings, data_spec: InputSpec) -> nn.Module:
     """Returns the freshly initialized model, the same on server and nodes."""
     private = settings.training.private or settings.client_level
-    return build_model(settings.model, data_spec, seed=settings.run.seed, private=private)  # type: ignore[arg-type]
+    model = build_model(settings.model, data_spec, seed=settings.run.seed, private=private)
+    settings.training.check_model(model, data_spec)
+    return model
 
 
 def device(name: str) -> torch.device:

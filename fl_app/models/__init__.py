@@ -15,6 +15,8 @@ from torch import nn
 
 from fl_app import rng
 from fl_app.errors import ModelError
+from fl_app.models._layers import group_norm_like
+from fl_app.models._recurrent import keep_names
 
 if TYPE_CHECKING:
     from fl_app.plugins import Model
@@ -35,6 +37,10 @@ def build_model(model: Model, spec: InputSpec, *, seed: int, private: bool) -> n
     Raises:
         ModelError: the network cannot take such inputs, or cannot be trained privately.
     """
+    if model.takes_tokens < (spec.vocabulary is not None):
+        raise ModelError(
+            f"model={model.kind}: takes numbers, this dataset has tokens; choose model=char_lstm"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(rng.derive_seed(seed, "initialization"))
         network = prepare(model.build(spec), private=private)
@@ -48,7 +54,8 @@ def prepare(network: nn.Module, *, private: bool) -> nn.Module:
 
     Call it once, on both sides, before an optimizer refers to the parameters: layers are replaced
     in place (BatchNorm by GroupNorm, recurrent and attention layers by Opacus' own), and in-place
-    activations become out-of-place.
+    activations become out-of-place. A recurrent layer keeps the names and the order of its
+    parameters, so that its state loads into the plain network, and flat vectors agree.
 
     Guarantee:
         No layer of the result mixes the records of a batch or keeps statistics of them.
@@ -118,12 +125,24 @@ def _replace_layers(network: nn.Module) -> nn.Module:
     for name, module in list(network.named_modules()):
         if type(module) not in ModuleValidator.FIXERS or not list(_trainable(module)):
             continue
-        replacement: nn.Module = ModuleValidator.fix(module)
+        replacement: nn.Module
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            replacement = _group_norm(name, module)
+        else:
+            replacement = ModuleValidator.fix(module)
+            keep_names(replacement, module)
         if not name:
             return replacement
         parent, _, child = name.rpartition(".")
         setattr(network.get_submodule(parent), child, replacement)
     return network
+
+
+def _group_norm(name: str, module: nn.modules.batchnorm._BatchNorm) -> nn.Module:
+    try:
+        return group_norm_like(module)
+    except ModelError as error:
+        raise ModelError(f"model: {name or 'model'}: {error}") from error
 
 
 def _refusals(network: nn.Module) -> Iterator[str]:
