@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from fl_app.plugins import Model
     from fl_app.stages import FloatVector, InputSpec
 
+_KEPT = (nn.MultiheadAttention,)
+"""Layers that treat records separately; Opacus' stand-ins have parameters of other names."""
+
 
 def build_model(model: Model, spec: InputSpec, *, seed: int, private: bool) -> nn.Module:
     """Returns a new network on the CPU, the same for the same arguments in every process.
@@ -53,7 +56,7 @@ def prepare(network: nn.Module, *, private: bool) -> nn.Module:
     """Returns `network` ready for private training; a non-private one is returned untouched.
 
     Call it once, on both sides, before an optimizer refers to the parameters: layers are replaced
-    in place (BatchNorm by GroupNorm, recurrent and attention layers by Opacus' own), and in-place
+    in place (BatchNorm by GroupNorm, recurrent layers by Opacus' own), and in-place
     activations become out-of-place. A recurrent layer keeps the names and the order of its
     parameters, so that its state loads into the plain network, and flat vectors agree.
 
@@ -123,7 +126,8 @@ def _replace_layers(network: nn.Module) -> nn.Module:
     from opacus.validators import ModuleValidator
 
     for name, module in list(network.named_modules()):
-        if type(module) not in ModuleValidator.FIXERS or not list(_trainable(module)):
+        known = type(module) in ModuleValidator.FIXERS and not isinstance(module, _KEPT)
+        if not known or not list(_trainable(module)):
             continue
         replacement: nn.Module
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -159,6 +163,8 @@ def _refusals(network: nn.Module) -> Iterator[str]:
             yield f"{layer}: it keeps statistics of records; set track_running_stats=False"
         elif own_parameters and own_buffers:
             yield f"{layer}: Opacus has no layer with parameters and buffers; split it in two"
+        elif isinstance(module, _KEPT):
+            continue
         elif own_parameters and type(module) in ModuleValidator.VALIDATORS:
             for error in ModuleValidator.VALIDATORS[type(module)](module):
                 first = str(error).partition(". ")[0]

@@ -338,3 +338,24 @@ def test_impossible_values_are_refused_by_key(
 ) -> None:
     with pytest.raises(SettingsError, match=text):
         shipped(kind, **changes)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.output = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None, :]
+        scores: torch.Tensor = self.output(self.attention(x, x, x)[0][:, 0])
+        return scores
+
+
+def test_attention_keeps_its_names_and_is_refused_at_record_level_only() -> None:
+    network = Attends()
+    names = list(network.state_dict())
+    ready = models.prepare(network, private=True)
+    assert list(ready.state_dict()) == names
+    with pytest.raises(ModelError, match=r"attention.*choose training=sgd"):
+        check_per_sample(ready, TABLE)
