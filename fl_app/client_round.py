@@ -28,6 +28,7 @@ from fl_app.settings import Settings
 from fl_app.stages import (
     ClientPartition,
     FloatVector,
+    InputSpec,
     LoadedData,
     LocalUpdate,
     PrivatizedUpdate,
@@ -123,6 +124,7 @@ def run_client(
         batches=_batch_stream(seed, order, client, node),
         noise=rng.noise_source("record-noise", round, client, seed=noise_seed),
         device=device(settings.run.device),
+        round=round,
     )
     update = _train(settings, model, global_P, partition, job)
     noise = rng.noise_source("client-noise", round, client, seed=noise_seed)
@@ -196,10 +198,12 @@ def worker_model(settings_json: str, node: Node) -> nn.Module:
     return new_model(settings, data_spec=spec).to(device(settings.run.device))
 
 
-def new_model(settings: Settings, data_spec: object) -> nn.Module:
+def new_model(settings: Settings, data_spec: InputSpec) -> nn.Module:
     """Returns the freshly initialized model, the same on server and nodes."""
     private = settings.training.private or settings.client_level
-    return build_model(settings.model, data_spec, seed=settings.run.seed, private=private)  # type: ignore[arg-type]
+    model = build_model(settings.model, data_spec, seed=settings.run.seed, private=private)
+    settings.training.check_model(model, data_spec)
+    return model
 
 
 def device(name: str) -> torch.device:

@@ -79,6 +79,26 @@ class Transform(ABC):
         """Returns the float32 input [B, *spec.shape] of the stored features [B, ...]."""
 
 
+class Augmentation(ABC):
+    """Changes stored features at random, each row by itself."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, stored: npt.NDArray[Any], batches: np.random.Generator) -> npt.NDArray[Any]:
+        """Returns new features of the same shape and type as `stored` [B, ...].
+
+        Guarantee:
+            A row of the result depends on its own row and on `batches` only, so a record still
+            moves a sum of clipped per-sample gradients by the clipping norm at most.
+
+        Args:
+            stored: left as it is.
+            batches: the job's stream; every row takes the same number of draws, in order, so that
+                cutting a batch in parts changes nothing.
+        """
+
+
 class Dataset(Plugin):
     """Where rows come from."""
 
@@ -118,6 +138,9 @@ class Model(Plugin):
 
     __slots__ = ()
 
+    takes_tokens: ClassVar[bool] = False
+    """True if its inputs are int64 tokens, False if they are float32 numbers."""
+
     @abstractmethod
     def build(self, spec: InputSpec) -> nn.Module:
         """Returns a new network, initialized from torch's global generator (seeded by the caller).
@@ -137,6 +160,7 @@ class TrainingJob:
         batches: stream for batch membership of this client and round.
         noise: stream for this client's record-level noise of this round.
         device: where to compute.
+        round: from 1; learning rates decay with it.
     """
 
     noise_multiplier: float | None
@@ -144,6 +168,7 @@ class TrainingJob:
     batches: np.random.Generator
     noise: NoiseSource
     device: torch.device
+    round: int = 1
 
 
 class Training(Plugin):
@@ -157,6 +182,15 @@ class Training(Plugin):
     @abstractmethod
     def train(self, model: nn.Module, partition: ClientPartition, job: TrainingJob) -> LocalUpdate:
         """Trains `model` in place on the client's rows and returns local minus global."""
+
+    def check_model(self, model: nn.Module, spec: InputSpec) -> None:
+        """Returns if `model` can be trained this way on inputs as `spec` says; leaves it as it is.
+
+        Called before the first round, on both sides. No data is looked at.
+
+        Raises:
+            ModelError: it cannot, naming the layer and the way out.
+        """
 
     @abstractmethod
     def event(self, noise_multiplier: float) -> PrivacyEvent | None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from fl_app.plugins import Transform
+    from fl_app.plugins import Augmentation, Transform
 
 FloatVector = npt.NDArray[np.float32]
 DoubleVector = npt.NDArray[np.float64]
@@ -30,10 +30,13 @@ class InputSpec:
     Attributes:
         shape: shape of one input as the model sees it, e.g. (1, 28, 28) or (64,).
         num_classes: number of labels.
+        vocabulary: number of tokens if the inputs are int64 tokens in 0..vocabulary-1, None if
+            they are float32 numbers.
     """
 
     shape: tuple[int, ...]
     num_classes: int
+    vocabulary: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +48,13 @@ class Table:
         labels: [N] int64.
         transform: turns stored features of some rows into the model's float32 input (public
             constants).
+        augmentation: changes stored features at random whenever they are trained on; None: not.
     """
 
     features: npt.NDArray[Any]
     labels: IndexVector
     transform: Transform
+    augmentation: Augmentation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

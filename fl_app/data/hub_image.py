@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fl_app import checks
 from fl_app.data import cache
+from fl_app.data.augmentation import KINDS, augmentation
 from fl_app.data.source import Source, check_hub, find_source
 from fl_app.data.transform import Standardize, check_constants
 from fl_app.plugins import Dataset
 from fl_app.stages import LoadedData
 
 _LARGEST_VALUE = 255.0
-_NOT_STORED = ("path", "mean", "std")
+_NOT_STORED = ("path", "mean", "std", "augment")
 """Keys that do not change the stored arrays, beside the number of channels."""
 
 
@@ -32,6 +33,8 @@ class HubImage(Dataset):
         image_size: side length to resize to, None: as they are.
         mean: public mean of each channel, of values in [0, 1]; one value means grey images.
         std: public standard deviation of each channel.
+        augment: none, or flip_crop: training rows are mirrored and shifted at random whenever they
+            are trained on (see `FlipCrop`); not for images that mean another label in the mirror.
     """
 
     hub_id: str | None
@@ -44,9 +47,11 @@ class HubImage(Dataset):
     image_size: int | None
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    augment: str = "none"
 
     def __post_init__(self) -> None:
         check_constants(self.mean, self.std)
+        checks.one_of("dataset.augment", self.augment, KINDS)
         if self.image_size is not None:
             checks.at_least("dataset.image_size", self.image_size, 1)
         for name in ("hub_id", "path"):
@@ -66,7 +71,9 @@ class HubImage(Dataset):
             if source.folder is None:
                 check_hub(source.location)
             decoded = cache.find_or_decode(cache_dir, key, lambda f: self._decode(source, f))
-        return decoded.loaded(Standardize(largest=_LARGEST_VALUE, mean=self.mean, std=self.std))
+        scale = Standardize(largest=_LARGEST_VALUE, mean=self.mean, std=self.std)
+        data = decoded.loaded(scale)
+        return replace(data, train=replace(data.train, augmentation=augmentation(self.augment)))
 
     def _cache_key(self, source: Source) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_STORED}

@@ -15,10 +15,15 @@ from torch import nn
 
 from fl_app import rng
 from fl_app.errors import ModelError
+from fl_app.models._layers import group_norm_like
+from fl_app.models._recurrent import keep_names
 
 if TYPE_CHECKING:
     from fl_app.plugins import Model
     from fl_app.stages import FloatVector, InputSpec
+
+_KEPT = (nn.MultiheadAttention,)
+"""Layers that treat records separately; Opacus' stand-ins have parameters of other names."""
 
 
 def build_model(model: Model, spec: InputSpec, *, seed: int, private: bool) -> nn.Module:
@@ -35,6 +40,10 @@ def build_model(model: Model, spec: InputSpec, *, seed: int, private: bool) -> n
     Raises:
         ModelError: the network cannot take such inputs, or cannot be trained privately.
     """
+    if model.takes_tokens < (spec.vocabulary is not None):
+        raise ModelError(
+            f"model={model.kind}: takes numbers, this dataset has tokens; choose model=char_lstm"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(rng.derive_seed(seed, "initialization"))
         network = prepare(model.build(spec), private=private)
@@ -47,8 +56,9 @@ def prepare(network: nn.Module, *, private: bool) -> nn.Module:
     """Returns `network` ready for private training; a non-private one is returned untouched.
 
     Call it once, on both sides, before an optimizer refers to the parameters: layers are replaced
-    in place (BatchNorm by GroupNorm, recurrent and attention layers by Opacus' own), and in-place
-    activations become out-of-place.
+    in place (BatchNorm by GroupNorm, recurrent layers by Opacus' own), and in-place
+    activations become out-of-place. A recurrent layer keeps the names and the order of its
+    parameters, so that its state loads into the plain network, and flat vectors agree.
 
     Guarantee:
         No layer of the result mixes the records of a batch or keeps statistics of them.
@@ -116,14 +126,27 @@ def _replace_layers(network: nn.Module) -> nn.Module:
     from opacus.validators import ModuleValidator
 
     for name, module in list(network.named_modules()):
-        if type(module) not in ModuleValidator.FIXERS or not list(_trainable(module)):
+        known = type(module) in ModuleValidator.FIXERS and not isinstance(module, _KEPT)
+        if not known or not list(_trainable(module)):
             continue
-        replacement: nn.Module = ModuleValidator.fix(module)
+        replacement: nn.Module
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            replacement = _group_norm(name, module)
+        else:
+            replacement = ModuleValidator.fix(module)
+            keep_names(replacement, module)
         if not name:
             return replacement
         parent, _, child = name.rpartition(".")
         setattr(network.get_submodule(parent), child, replacement)
     return network
+
+
+def _group_norm(name: str, module: nn.modules.batchnorm._BatchNorm) -> nn.Module:
+    try:
+        return group_norm_like(module)
+    except ModelError as error:
+        raise ModelError(f"model: {name or 'model'}: {error}") from error
 
 
 def _refusals(network: nn.Module) -> Iterator[str]:
@@ -140,6 +163,8 @@ def _refusals(network: nn.Module) -> Iterator[str]:
             yield f"{layer}: it keeps statistics of records; set track_running_stats=False"
         elif own_parameters and own_buffers:
             yield f"{layer}: Opacus has no layer with parameters and buffers; split it in two"
+        elif isinstance(module, _KEPT):
+            continue
         elif own_parameters and type(module) in ModuleValidator.VALIDATORS:
             for error in ModuleValidator.VALIDATORS[type(module)](module):
                 first = str(error).partition(". ")[0]

@@ -13,11 +13,32 @@ from fl_app.stages import IndexVector, Table
 _LARGEST_SEED = 2**63
 
 
-def fetch(table: Table, rows: IndexVector | slice, device: torch.device) -> list[torch.Tensor]:
-    """Returns the inputs [B, ...] float32 and labels [B] int64 of `rows` on `device`."""
-    inputs = table.transform(table.features[rows])
+def fetch(
+    table: Table,
+    rows: IndexVector | slice,
+    device: torch.device,
+    batches: np.random.Generator | None = None,
+) -> list[torch.Tensor]:
+    """Returns the inputs [B, ...] (float32, or int64 tokens) and labels [B] int64 of `rows`.
+
+    Args:
+        table: where the rows are.
+        rows: numbers of the rows.
+        device: where the result goes.
+        batches: for training, the job's stream, which the table's augmentation draws from; None:
+            the rows as they are.
+    """
+    stored = table.features[rows]
+    if batches is not None and table.augmentation is not None:
+        stored = table.augmentation(stored, batches)
+    inputs = table.transform(stored)
     labels = torch.from_numpy(np.array(table.labels[rows], dtype=np.int64))
     return [inputs.to(device), labels.to(device)]
+
+
+def decayed(learning_rate: float, decay: float, round: int) -> float:
+    """Returns the learning rate of `round` (from 1): it is multiplied by `decay` every round."""
+    return learning_rate * decay ** (round - 1)
 
 
 @contextmanager

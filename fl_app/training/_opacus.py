@@ -6,18 +6,61 @@ Shape letters: B rows of a batch, P parameters.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 
 from fl_app.errors import ModelError
 from fl_app.rng import NoiseSource
+from fl_app.stages import InputSpec
 
 _LEFTOVERS = ("summed_grad", "grad_sample", "_current_grad_sample", "_forward_counter")
+
+
+_REFUSED = "model: cannot be trained with per-sample gradients"
+_WAY_OUT = "replace that layer, or choose training=sgd with a client-level mechanism"
+_PROBE_ROWS = 2
+_PROBE_SEED = 0
+
+_OUT_OF_PLACE: Mapping[Any, Callable[..., Any]] = {
+    torch.Tensor.add_: torch.add,
+    torch.Tensor.sub_: torch.sub,
+    torch.Tensor.mul_: torch.mul,
+    torch.Tensor.div_: torch.div,
+}
+
+
+class _OutOfPlace(TorchFunctionMode):
+    """Within it ``x += y`` on a layer's output and ``inplace=True`` make a new tensor.
+
+    Opacus' hooks hand out views, which autograd does not let a network change in place (the
+    residual additions of torchvision's networks do). A network that writes ``x.add_(y)`` and goes
+    on with x would compute something else; `check_per_sample` refuses it.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("inplace"):
+            kwargs["inplace"] = False
+        if func in _OUT_OF_PLACE and args[0].requires_grad and args[0]._is_view():
+            func = _OUT_OF_PLACE[func]
+        return func(*args, **kwargs)
+
+
+class _PerSample(GradSampleModule):  # type: ignore[misc]
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        with _OutOfPlace():
+            scores: torch.Tensor = super().forward(*inputs)
+        return scores
 
 
 @contextmanager
@@ -30,10 +73,10 @@ def per_sample_gradients(model: nn.Module) -> Iterator[nn.Module]:
         ModelError: a layer that Opacus cannot take per-sample gradients of.
     """
     try:
-        wrapped = GradSampleModule(model, loss_reduction="sum", strict=True)
+        wrapped = _PerSample(model, loss_reduction="sum", strict=True)
     except NotImplementedError as error:
         _clean(model)
-        raise ModelError(f"model: cannot be trained with per-sample gradients: {error}") from error
+        raise ModelError(f"{_REFUSED}: {error}; {_WAY_OUT}") from error
     try:
         with warnings.catch_warnings():
             # The first layer's input needs no gradient; torch wonders whether that is meant.
@@ -42,6 +85,82 @@ def per_sample_gradients(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         wrapped.to_standard_module()
         _clean(model)
+
+
+def check_per_sample(model: nn.Module, spec: InputSpec) -> None:
+    """Returns if the per-sample gradients of `model` add up to its gradient, on made-up inputs.
+
+    One forward and backward pass over two inputs, and a forward pass over one; the model and
+    torch's generators stay as they were.
+
+    Raises:
+        ModelError: a layer that Opacus cannot take per-sample gradients of, or takes wrong ones of.
+    """
+    was_training, last = model.training, [""]
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_PROBE_SEED)
+        inputs = _made_up(spec)
+        hooks = [m.register_forward_pre_hook(_remember(n, last)) for n, m in model.named_modules()]
+        model.train()
+        try:
+            _compare(model, inputs, spec.num_classes)
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise ModelError(
+                f"{_REFUSED} (last layer reached: {_named(model, last[0])}): {reason}; {_WAY_OUT}"
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+            model.train(was_training)
+
+
+def _made_up(spec: InputSpec) -> torch.Tensor:
+    shape = (_PROBE_ROWS, *spec.shape)
+    if spec.vocabulary is not None:
+        return torch.randint(spec.vocabulary, shape)
+    return torch.randn(shape)
+
+
+def _compare(model: nn.Module, inputs: torch.Tensor, num_classes: int) -> None:
+    labels = torch.arange(_PROBE_ROWS) % num_classes
+    with torch.no_grad():
+        model(inputs[:1])
+        torch.default_generator.manual_seed(_PROBE_SEED)
+        plain_scores = model(inputs)
+    with per_sample_gradients(model) as wrapped:
+        torch.default_generator.manual_seed(_PROBE_SEED)
+        scores = wrapped(inputs)
+        if not torch.allclose(scores, plain_scores, rtol=1e-3, atol=1e-4):
+            raise ModelError(
+                f"{_REFUSED}: it changes a layer's output in place; write x = x + y for x.add_(y)"
+            )
+        cross_entropy(scores, labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and not _adds_up(parameter):
+                raise ModelError(
+                    f"{_REFUSED}: those of {_named(model, name.rpartition('.')[0])} do not add up "
+                    f"to its gradient; {_WAY_OUT}"
+                )
+
+
+def _adds_up(parameter: nn.Parameter) -> bool:
+    gradient, samples = parameter.grad, getattr(parameter, "grad_sample", None)
+    if gradient is None or not isinstance(samples, torch.Tensor):
+        return gradient is None or not bool(gradient.any())
+    tolerance = 1e-3 * float(gradient.abs().max()) + 1e-5
+    return bool(((samples.sum(0) - gradient).abs() <= tolerance).all())
+
+
+def _remember(name: str, last: list[str]) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: object) -> None:
+        last[0] = name
+
+    return hook
+
+
+def _named(model: nn.Module, name: str) -> str:
+    return f"{name or 'model'} ({type(model.get_submodule(name)).__name__})"
 
 
 def _clean(model: nn.Module) -> None:

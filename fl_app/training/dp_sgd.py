@@ -19,9 +19,9 @@ from fl_app.errors import PrivacyError
 from fl_app.models import flat_parameters
 from fl_app.plugins import Training, TrainingJob
 from fl_app.privacy import NeighboringRelation, NoiseKind, PrivacyEvent, PrivacyUnit, Sampling, View
-from fl_app.stages import ClientPartition, IndexVector, LocalUpdate
-from fl_app.training._batches import fetch, torch_stream
-from fl_app.training._opacus import NoisySGD, per_sample_gradients
+from fl_app.stages import ClientPartition, IndexVector, InputSpec, LocalUpdate
+from fl_app.training._batches import decayed, fetch, torch_stream
+from fl_app.training._opacus import NoisySGD, check_per_sample, per_sample_gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,7 @@ class DpSgd(Training):
         nominal_rows: public row count for the denominator; None: the caller derives it from public
             totals. A call takes the job's.
         physical_batch_size: most rows computed at a time (memory only); None: no limit.
+        learning_rate_decay: the learning rate is multiplied by it every round after the first.
     """
 
     local_steps: int
@@ -59,6 +60,7 @@ class DpSgd(Training):
     noise_multiplier: float | None
     nominal_rows: int | None
     physical_batch_size: int | None
+    learning_rate_decay: float = 1.0
 
     private: ClassVar[bool] = True
 
@@ -68,6 +70,7 @@ class DpSgd(Training):
         checks.positive("training.clipping_norm", self.clipping_norm)
         for name in ("learning_rate", "momentum", "weight_decay"):
             checks.non_negative(f"training.{name}", getattr(self, name))
+        checks.rate("training.learning_rate_decay", self.learning_rate_decay)
         if self.noise_multiplier is not None:
             checks.non_negative(
                 "training.noise_multiplier", self.noise_multiplier, "set 0 for no noise"
@@ -101,6 +104,14 @@ class DpSgd(Training):
             num_examples=len(partition.rows),
         )
 
+    def check_model(self, model: nn.Module, spec: InputSpec) -> None:
+        """Returns if per-sample gradients of `model` can be taken, see `check_per_sample`.
+
+        Raises:
+            ModelError: a layer stands in the way, with the way out.
+        """
+        check_per_sample(model, spec)
+
     def event(self, noise_multiplier: float) -> PrivacyEvent | None:
         """Returns the event of one call: `local_steps` steps, against the SERVER."""
         return PrivacyEvent(
@@ -121,7 +132,7 @@ class DpSgd(Training):
             raise PrivacyError(f"job.nominal_rows={job.nominal_rows}: must be a public count >= 1")
         sgd = torch.optim.SGD(
             [p for p in model.parameters() if p.requires_grad],
-            lr=self.learning_rate,
+            lr=decayed(self.learning_rate, self.learning_rate_decay, job.round),
             momentum=self.momentum,
             weight_decay=self.weight_decay,
         )
@@ -142,7 +153,7 @@ class DpSgd(Training):
             optimizer.zero_grad(set_to_none=True)
             optimizer.num_rows = len(chunk)
             if len(chunk) > 0:
-                inputs, labels = fetch(partition.table, chunk, job.device)
+                inputs, labels = fetch(partition.table, chunk, job.device, job.batches)
                 cross_entropy(wrapped(inputs), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
             # Noise is added once, with the last chunk.
             optimizer.signal_skip_step(do_skip=number < len(chunks))

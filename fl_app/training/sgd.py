@@ -17,7 +17,7 @@ from fl_app.models import flat_parameters
 from fl_app.plugins import Training, TrainingJob
 from fl_app.privacy import PrivacyEvent
 from fl_app.stages import ClientPartition, IndexVector, LocalUpdate
-from fl_app.training._batches import fetch, torch_stream
+from fl_app.training._batches import decayed, fetch, torch_stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class Sgd(Training):
         learning_rate: of SGD on the mean gradient of a batch.
         momentum: starts from zero in every call.
         weight_decay: L2 penalty.
+        learning_rate_decay: the learning rate is multiplied by it every round after the first.
     """
 
     local_epochs: int | None
@@ -39,6 +40,7 @@ class Sgd(Training):
     learning_rate: float
     momentum: float
     weight_decay: float
+    learning_rate_decay: float = 1.0
 
     private: ClassVar[bool] = False
 
@@ -56,6 +58,7 @@ class Sgd(Training):
         checks.at_least("training.batch_size", self.batch_size, 1)
         for name in ("learning_rate", "momentum", "weight_decay"):
             checks.non_negative(f"training.{name}", getattr(self, name))
+        checks.rate("training.learning_rate_decay", self.learning_rate_decay)
 
     def train(self, model: nn.Module, partition: ClientPartition, job: TrainingJob) -> LocalUpdate:
         """Trains `model` in place and returns local minus global; the update is private data."""
@@ -63,13 +66,13 @@ class Sgd(Training):
         before_P = flat_parameters(model)
         optimizer = torch.optim.SGD(
             [p for p in model.parameters() if p.requires_grad],
-            lr=self.learning_rate,
+            lr=decayed(self.learning_rate, self.learning_rate_decay, job.round),
             momentum=self.momentum,
             weight_decay=self.weight_decay,
         )
         with torch_stream(job.batches, job.device):
             for rows in self._batches(partition.rows, job.batches):
-                inputs, labels = fetch(partition.table, rows, job.device)
+                inputs, labels = fetch(partition.table, rows, job.device, job.batches)
                 optimizer.zero_grad(set_to_none=True)
                 cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()

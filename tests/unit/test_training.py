@@ -1,5 +1,6 @@
 """Local training: DP-SGD against a hand-written loop, plain SGD, and evaluation."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -396,6 +397,29 @@ def test_full_batches_take_no_credit_for_sampling() -> None:
 def test_s08_impossible_dp_sgd_values_are_refused(key: str, value: float) -> None:
     with pytest.raises(SettingsError, match=f"training.{key}={value}"):
         build(DP_SGD, **{key: value})
+
+
+# --- learning rates that decay
+
+
+@pytest.mark.parametrize("base", [DP_SGD, SGD], ids=["dp_sgd", "sgd"])
+def test_the_learning_rate_decays_with_the_round(base: dict[str, object]) -> None:
+    one_step = base | {"local_epochs": None, "local_steps": 1} if base is SGD else base
+    deltas = {}
+    for number in (1, 2, 5):
+        a_job = dataclasses.replace(job(), round=number)
+        deltas[number] = train(build(one_step, learning_rate_decay=0.9), rows_of(4), a_job).delta_P
+    constant = train(build(one_step), rows_of(4), dataclasses.replace(job(), round=5)).delta_P
+    np.testing.assert_array_equal(deltas[1], constant)
+    np.testing.assert_allclose(deltas[2], constant * 0.9, atol=2e-7)
+    np.testing.assert_allclose(deltas[5], constant * 0.9**4, atol=2e-7)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.1, math.nan])
+@pytest.mark.parametrize("base", [DP_SGD, SGD], ids=["dp_sgd", "sgd"])
+def test_a_decay_outside_zero_to_one_is_refused(base: dict[str, object], decay: float) -> None:
+    with pytest.raises(SettingsError, match=f"training.learning_rate_decay={decay}"):
+        build(base, learning_rate_decay=decay)
 
 
 # --- plain SGD
