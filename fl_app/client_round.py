@@ -104,7 +104,11 @@ def run_client(
 def client_partition(client: int, settings: Settings, data: LoadedData) -> ClientPartition:
     """Returns the rows of one client."""
     rows = client_rows(
-        settings.partition, data.train.labels, settings.federation.population, settings.run.seed
+        settings.partition,
+        data.train.labels,
+        settings.federation.population,
+        settings.run.seed,
+        groups=data.train.groups,
     )
     return ClientPartition(client=client, table=data.train, rows=rows[client])
 

@@ -102,11 +102,19 @@ class Partitioner(Plugin):
 
     __slots__ = ()
 
+    by: ClassVar[str] = "labels"
+    """The column of the training table that `split` is given: labels or groups."""
+
     @abstractmethod
     def split(self, labels: IndexVector, population: int, seed: int) -> Sequence[IndexVector]:
         """Returns the row numbers of each of `population` clients; every row exactly once.
 
         The same arguments give the same split on every node.
+
+        Args:
+            labels: [N] the column of the training table that `by` names.
+            population: number of clients.
+            seed: ``run.seed``.
 
         Raises:
             SettingsError: the split cannot be made, naming the settings to change.

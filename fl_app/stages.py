@@ -44,12 +44,15 @@ class Table:
         features: [N, ...] as stored (uint8 images, float32 tables).
         labels: [N] int64.
         transform: turns stored features of some rows into the model's float32 input (public
-            constants).
+            constants); texts into int64 tokens.
+        groups: [N] int64, who wrote or spoke each row (0 to the number of groups - 1), None if the
+            dataset does not tell.
     """
 
     features: npt.NDArray[Any]
     labels: IndexVector
     transform: Transform
+    groups: IndexVector | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
