@@ -76,7 +76,10 @@ class Transform(ABC):
 
     @abstractmethod
     def __call__(self, stored: npt.NDArray[Any]) -> torch.Tensor:
-        """Returns the float32 input [B, *spec.shape] of the stored features [B, ...]."""
+        """Returns the input [B, *spec.shape] of the stored features [B, ...].
+
+        It is float32, or int64 tokens where ``spec.num_tokens`` says so.
+        """
 
 
 class Dataset(Plugin):

@@ -30,10 +30,12 @@ class InputSpec:
     Attributes:
         shape: shape of one input as the model sees it, e.g. (1, 28, 28) or (64,).
         num_classes: number of labels.
+        num_tokens: size of the vocabulary if inputs are int64 tokens, None if they are float32.
     """
 
     shape: tuple[int, ...]
     num_classes: int
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +59,20 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedData:
-    """A dataset in one process: training rows, the server's public test rows, public facts."""
+    """A dataset in one process: training rows, the server's public test rows, public facts.
+
+    Attributes:
+        train: the clients' rows.
+        test: the server's public test rows.
+        spec: public facts.
+        validation: rows of the training clients that are kept out of training, for choices made
+            before a run (rule 14); None if the dataset sets none aside. Not read by a run.
+    """
 
     train: Table
     test: Table
     spec: InputSpec
+    validation: Table | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
