@@ -78,7 +78,7 @@ class Transform(ABC):
     def __call__(self, stored: npt.NDArray[Any]) -> torch.Tensor:
         """Returns the input [B, *spec.shape] of the stored features [B, ...].
 
-        It is float32, or int64 tokens where ``spec.num_tokens`` says so.
+        It is float32, or int64 tokens where ``spec.vocabulary`` says so.
         """
 
 

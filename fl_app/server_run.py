@@ -353,9 +353,10 @@ class _ServerRun:
     def _conclude(self, result: RunReport) -> None:
         say = self.progress.say
         accuracy = result.final.get("accuracy", float("nan"))
+        area = f", AUC {result.final['auc']:.4f}" if "auc" in result.final else ""
         say(
             f"{result.status} after {result.num_rounds_done} rounds, "
-            f"test accuracy {100 * accuracy:.2f} %"
+            f"test accuracy {100 * accuracy:.2f} %{area}"
         )
         say(statement(result.guarantees, result.epsilon_of))
         say(f"run directory: {self.directory.path}  (see {RESULTS}, {METRICS}, {REPORT})")

@@ -30,12 +30,13 @@ class InputSpec:
     Attributes:
         shape: shape of one input as the model sees it, e.g. (1, 28, 28) or (64,).
         num_classes: number of labels.
-        num_tokens: size of the vocabulary if inputs are int64 tokens, None if they are float32.
+        vocabulary: number of tokens if the inputs are int64 tokens in 0..vocabulary-1, None if
+            they are float32 numbers.
     """
 
     shape: tuple[int, ...]
     num_classes: int
-    num_tokens: int | None = None
+    vocabulary: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ class Decoded:
     groups: dict[str, IndexVector]
     num_classes: int
 
-    def loaded(self, transform: Transform, num_tokens: int | None = None) -> LoadedData:
+    def loaded(self, transform: Transform, vocabulary: int | None = None) -> LoadedData:
         """Returns the dataset with `transform` in front of every split."""
         tables = {
             split: Table(
@@ -65,7 +65,7 @@ class Decoded:
             for split in self.features
         }
         shape = tuple(int(side) for side in self.features["train"].shape[1:])
-        spec = InputSpec(shape=shape, num_classes=self.num_classes, num_tokens=num_tokens)
+        spec = InputSpec(shape=shape, num_classes=self.num_classes, vocabulary=vocabulary)
         return LoadedData(
             train=tables["train"],
             test=tables["test"],

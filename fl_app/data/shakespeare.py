@@ -54,7 +54,7 @@ class Shakespeare(Dataset):
             ("shakespeare", CHARACTERS, WINDOW, SPLIT_SEED),
             lambda folder: _decode(source, folder),
         )
-        return decoded.loaded(Tokens(), num_tokens=NUM_TOKENS)
+        return decoded.loaded(Tokens(), vocabulary=NUM_TOKENS)
 
 
 def _decode(source: Source, folder: Path) -> int:

@@ -114,7 +114,7 @@ def test_shakespeare_rows_are_the_texts_of_the_source(cache_dir: Path) -> None:
     source = source_table("flwrlabs/shakespeare", ["character_id", "x", "y"])
     data = configured("shakespeare").load(data_path=None, cache_dir=cache_dir)
     assert data.spec.shape == (80,)
-    assert (data.spec.num_classes, data.spec.num_tokens) == (81, 81)
+    assert (data.spec.num_classes, data.spec.vocabulary) == (81, 81)
     assert data.validation is not None
     assert data.train.groups is not None
     assert len(np.unique(data.train.groups)) == 180
