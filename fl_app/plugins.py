@@ -106,7 +106,8 @@ class Partitioner(Plugin):
     __slots__ = ()
 
     by: ClassVar[str] = "labels"
-    """The column of the training table that `split` is given: labels or groups."""
+    """The column of the training table that `split` is given, labels or groups; or node: a node
+    hosts one client, which has all its rows, and `split` is not called."""
 
     @abstractmethod
     def split(self, labels: IndexVector, population: int, seed: int) -> Sequence[IndexVector]:

@@ -59,10 +59,21 @@ RESUME_MAY_CHANGE = (
 
 
 def nominal_rows(settings: Settings, data: LoadedData) -> int:
-    """Returns the public row count of one client: ``training.nominal_rows``, or an equal share."""
+    """Returns the public row count of one client: ``training.nominal_rows``, or an equal share.
+
+    Raises:
+        SettingsError: it is needed, not given, and there is nothing to share.
+    """
     configured = getattr(settings.training, "nominal_rows", None)
     if configured is not None:
         return int(configured)
+    if settings.partition.by == "node" and settings.training.private:
+        raise checks.fail(
+            "training.nominal_rows",
+            None,
+            f"partition={settings.partition.kind} does not tell how many rows a client has",
+            "set a public number, e.g. the rows of a typical site",
+        )
     return max(1, len(data.train.labels) // settings.federation.population)
 
 

@@ -109,7 +109,7 @@ def test_a_file_of_another_form_is_named(content: bytes, folder: Path, cache_dir
         ({"u": {"x": [[1.0] * 4]}}, {"num_samples": [1]}, "must hold the lists x and y"),
         ({"u": {"x": [[1.0] * 3], "y": [1]}}, {}, r"dataset\.shape=\[1, 2, 2\]"),
         ({"u": {"x": [[1.0] * 4, [1.0]], "y": [1, 1]}}, {}, "lists of numbers"),
-        ({"u": {"x": [TEXT], "y": [1]}}, {}, "dataset.content=text"),
+        ({"u": {"x": [TEXT], "y": [1]}}, {}, "set content=text"),
         ({"u": numbers(3)}, {}, r"every y must be in 0\.\.2"),
         ({"u": {"x": [[1.0] * 4], "y": [0.5]}}, {}, r"every y must be in 0\.\.2"),
     ],
