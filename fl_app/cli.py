@@ -47,11 +47,20 @@ def run(
 
 
 @app.command()
-def plan(overrides: Overrides = None, as_json: Json = False) -> None:
+def plan(
+    overrides: Overrides = None,
+    as_json: Json = False,
+    show_partition: Annotated[
+        bool, typer.Option("--show-partition", help="Add each client's labels (simulation only).")
+    ] = False,
+    plot_partition: Annotated[
+        Path | None, typer.Option("--plot-partition", help="Write a picture of them to this file.")
+    ] = None,
+) -> None:
     """Show what a run will cost, without training."""
     from fl_app.server_run import plan_of
 
-    result = plan_of(list(overrides or []))
+    result = plan_of(list(overrides or []), show_partition=show_partition, plot_to=plot_partition)
     typer.echo(json.dumps(result.values, indent=2, allow_nan=False) if as_json else result.text)
 
 

@@ -66,12 +66,26 @@ class Node:
         """Refuses settings that the node's own configuration does not allow.
 
         Raises:
-            PrivacyError: seeded noise on a deployed node that did not allow it.
+            PrivacyError: seeded noise on a deployed node that did not allow it; or the node's own
+                rows as those of several clients, or without a ``data-path``.
         """
+        self._check_own_rows(settings)
         if settings.run.seeded_noise and not (self.simulated or self.allow_seeded_noise):
             raise PrivacyError(
                 "run.seeded_noise=true: this node adds noise from its own entropy only; "
                 "set run.seeded_noise=false, or allow-seeded-noise=true in the node's configuration"
+            )
+
+    def _check_own_rows(self, settings: Settings) -> None:
+        """Refuses ``partition=own`` where two clients would have the same rows."""
+        if settings.partition.by != "node":
+            return
+        population = settings.federation.population
+        if self.data_path is None or self.num_partitions != population:
+            raise PrivacyError(
+                f"partition={settings.partition.kind}: needs a data-path in the node's "
+                f"configuration, and one client per node: num-partitions={self.num_partitions}, "
+                f"federation.population={population}; set them equal, or choose another partition"
             )
 
     def check_clients(self, clients: Sequence[int], population: int) -> None:

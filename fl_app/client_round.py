@@ -159,10 +159,17 @@ def _train(
 
 def client_partition(client: int, settings: Settings, data: LoadedData) -> ClientPartition:
     """Returns the rows of one client."""
-    rows = client_rows(
-        settings.partition, data.train.labels, settings.federation.population, settings.run.seed
+    if settings.partition.by == "node":
+        rows = np.arange(len(data.train.labels))
+        return ClientPartition(client=client, table=data.train, rows=rows)
+    split = client_rows(
+        settings.partition,
+        data.train.labels,
+        settings.federation.population,
+        settings.run.seed,
+        groups=data.train.groups,
     )
-    return ClientPartition(client=client, table=data.train, rows=rows[client])
+    return ClientPartition(client=client, table=data.train, rows=split[client])
 
 
 def check_node(settings_json: str, node: Node) -> None:

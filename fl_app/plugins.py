@@ -76,7 +76,10 @@ class Transform(ABC):
 
     @abstractmethod
     def __call__(self, stored: npt.NDArray[Any]) -> torch.Tensor:
-        """Returns the float32 input [B, *spec.shape] of the stored features [B, ...]."""
+        """Returns the input [B, *spec.shape] of the stored features [B, ...].
+
+        It is float32, or int64 tokens where ``spec.vocabulary`` says so.
+        """
 
 
 class Augmentation(ABC):
@@ -122,11 +125,20 @@ class Partitioner(Plugin):
 
     __slots__ = ()
 
+    by: ClassVar[str] = "labels"
+    """The column of the training table that `split` is given, labels or groups; or node: a node
+    hosts one client, which has all its rows, and `split` is not called."""
+
     @abstractmethod
     def split(self, labels: IndexVector, population: int, seed: int) -> Sequence[IndexVector]:
         """Returns the row numbers of each of `population` clients; every row exactly once.
 
         The same arguments give the same split on every node.
+
+        Args:
+            labels: [N] the column of the training table that `by` names.
+            population: number of clients.
+            seed: ``run.seed``.
 
         Raises:
             SettingsError: the split cannot be made, naming the settings to change.

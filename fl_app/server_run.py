@@ -25,6 +25,7 @@ from fl_app.client_round import device, new_model
 from fl_app.errors import FederationError, LedgerError, SettingsError
 from fl_app.models import flat_parameters, num_parameters, set_flat_parameters
 from fl_app.overrides import compose_mapping
+from fl_app.partitioners import histogram
 from fl_app.progress import Progress, statement
 from fl_app.run_directory import (
     CONFIG,
@@ -37,7 +38,7 @@ from fl_app.run_directory import (
     check_new,
 )
 from fl_app.settings import Settings
-from fl_app.stages import FloatVector, HistoryRow, LoadedData, RoundTrace
+from fl_app.stages import FloatVector, HistoryRow, IndexVector, LoadedData, RoundTrace
 from fl_app.training.evaluate import evaluate
 from strategies.dp_fedavg import DPFedAvg
 from strategies.roster import Roster
@@ -60,10 +61,21 @@ RESUME_MAY_CHANGE = (
 
 
 def nominal_rows(settings: Settings, data: LoadedData) -> int:
-    """Returns the public row count of one client: ``training.nominal_rows``, or an equal share."""
+    """Returns the public row count of one client: ``training.nominal_rows``, or an equal share.
+
+    Raises:
+        SettingsError: it is needed, not given, and there is nothing to share.
+    """
     configured = getattr(settings.training, "nominal_rows", None)
     if configured is not None:
         return int(configured)
+    if settings.partition.by == "node" and settings.training.private:
+        raise checks.fail(
+            "training.nominal_rows",
+            None,
+            f"partition={settings.partition.kind} does not tell how many rows a client has",
+            "set a public number, e.g. the rows of a typical site",
+        )
     return max(1, len(data.train.labels) // settings.federation.population)
 
 
@@ -164,8 +176,15 @@ class PlanView:
     text: str
 
 
-def plan_of(overrides: Sequence[str]) -> PlanView:
+def plan_of(
+    overrides: Sequence[str], *, show_partition: bool = False, plot_to: Path | None = None
+) -> PlanView:
     """Returns what a run of these overrides will cost; loads data and model, trains nothing.
+
+    Args:
+        overrides: Hydra overrides.
+        show_partition: add the label histogram of each client; simulations only.
+        plot_to: write a picture of that histogram, None: not.
 
     Raises:
         DpflError: the run could not start.
@@ -183,7 +202,24 @@ def plan_of(overrides: Sequence[str]) -> PlanView:
     lines.append(f"after {settings.run.num_rounds} rounds:")
     lines.append(statement(plan.guarantees(settings.run.num_rounds), plan.epsilon_of))
     lines += [f"warning: {text}" for text in plan.warnings]
+    if show_partition or plot_to is not None:
+        counts = _simulated_histogram(settings, data)
+        values["partition"] = counts.tolist()
+        lines.append(histogram.to_text(counts))
+        if plot_to is not None:
+            histogram.plot(counts, plot_to)
     return PlanView(values=values, text="\n".join(lines))
+
+
+def _simulated_histogram(settings: Settings, data: LoadedData) -> IndexVector:
+    if settings.engine.kind == "deployment":
+        raise checks.fail(
+            "--show-partition",
+            settings.engine.kind,
+            "is for simulations only: a deployed node does not tell its labels",
+            "remove it, or choose engine=local",
+        )
+    return histogram.label_histogram(settings, data)
 
 
 class _ServerRun:
@@ -371,9 +407,10 @@ class _ServerRun:
     def _conclude(self, result: RunReport) -> None:
         say = self.progress.say
         accuracy = result.final.get("accuracy", float("nan"))
+        area = f", AUC {result.final['auc']:.4f}" if "auc" in result.final else ""
         say(
             f"{result.status} after {result.num_rounds_done} rounds, "
-            f"test accuracy {100 * accuracy:.2f} %"
+            f"test accuracy {100 * accuracy:.2f} %{area}"
         )
         say(statement(result.guarantees, result.epsilon_of))
         say(f"run directory: {self.directory.path}  (see {RESULTS}, {METRICS}, {REPORT})")

@@ -47,7 +47,9 @@ class Table:
         features: [N, ...] as stored (uint8 images, float32 tables).
         labels: [N] int64.
         transform: turns stored features of some rows into the model's float32 input (public
-            constants).
+            constants); texts into int64 tokens.
+        groups: [N] int64, who wrote or spoke each row (0 to the number of groups - 1), None if the
+            dataset does not tell.
         augmentation: changes stored features at random whenever they are trained on; None: not.
     """
 
@@ -55,15 +57,25 @@ class Table:
     labels: IndexVector
     transform: Transform
     augmentation: Augmentation | None = None
+    groups: IndexVector | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedData:
-    """A dataset in one process: training rows, the server's public test rows, public facts."""
+    """A dataset in one process: training rows, the server's public test rows, public facts.
+
+    Attributes:
+        train: the clients' rows.
+        test: the server's public test rows.
+        spec: public facts.
+        validation: rows of the training clients that are kept out of training, for choices made
+            before a run (rule 14); None if the dataset sets none aside. Not read by a run.
+    """
 
     train: Table
     test: Table
     spec: InputSpec
+    validation: Table | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

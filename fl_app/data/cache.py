@@ -1,6 +1,6 @@
 """Decoded datasets on disk: written once per machine, memory-mapped by every process.
 
-A dataset is a folder ``<name>-<fingerprint>`` of four arrays and ``meta.json``. It is written under
+A dataset is a folder ``<name>-<fingerprint>`` of arrays and ``meta.json``. It is written under
 another name and renamed when complete, so a reader never sees half of one; a file lock lets one
 process decode while the others wait. What is found damaged is decoded again.
 """
@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,9 @@ from fl_app.stages import IndexVector, InputSpec, LoadedData, Table
 DECODE_VERSION = 1
 """Part of every fingerprint: raise it when the stored form changes."""
 SPLITS = ("train", "test")
+ALL_SPLITS = (*SPLITS, "validation")
+Decode = Callable[[Path], int]
+"""Writes the arrays of one dataset into a folder and returns its number of classes."""
 _META = "meta.json"
 _MARK_BYTES = 1 << 16
 
@@ -41,22 +44,34 @@ class Decoded:
     Attributes:
         features: [N, ...] of each split.
         labels: [N] int64 of each split.
+        groups: [N] int64 of each split whose rows have groups.
         num_classes: number of labels.
     """
 
     features: dict[str, npt.NDArray[Any]]
     labels: dict[str, IndexVector]
+    groups: dict[str, IndexVector]
     num_classes: int
 
-    def loaded(self, transform: Transform) -> LoadedData:
-        """Returns the dataset with `transform` in front of both splits."""
-        train, test = (
-            Table(features=self.features[split], labels=self.labels[split], transform=transform)
-            for split in SPLITS
+    def loaded(self, transform: Transform, vocabulary: int | None = None) -> LoadedData:
+        """Returns the dataset with `transform` in front of every split."""
+        tables = {
+            split: Table(
+                features=self.features[split],
+                labels=self.labels[split],
+                transform=transform,
+                groups=self.groups.get(split),
+            )
+            for split in self.features
+        }
+        shape = tuple(int(side) for side in self.features["train"].shape[1:])
+        spec = InputSpec(shape=shape, num_classes=self.num_classes, vocabulary=vocabulary)
+        return LoadedData(
+            train=tables["train"],
+            test=tables["test"],
+            validation=tables.get("validation"),
+            spec=spec,
         )
-        shape = tuple(int(side) for side in train.features.shape[1:])
-        spec = InputSpec(shape=shape, num_classes=self.num_classes)
-        return LoadedData(train=train, test=test, spec=spec)
 
 
 def fingerprint(*parts: object) -> str:
@@ -77,7 +92,7 @@ def folder_state(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def array_path(folder: Path, split: str, what: str) -> Path:
-    """Returns where `what` (features or labels) of `split` is stored."""
+    """Returns where `what` (features, labels or groups) of `split` is stored."""
     return folder / f"{split}_{what}.npy"
 
 
@@ -88,28 +103,30 @@ def find(cache_dir: Path, key: str) -> Decoded | None:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         if any(_mark(folder / name) != mark for name, mark in meta["files"].items()):
             return None
-        arrays = {
-            (split, what): np.load(array_path(folder, split, what), mmap_mode="r")
-            for split in SPLITS
-            for what in ("features", "labels")
-        }
+        splits = [s for s in ALL_SPLITS if s in SPLITS or f"{s}_features.npy" in meta["files"]]
+
+        def arrays(what: str, wanted: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+            return {s: np.load(array_path(folder, s, what), mmap_mode="r") for s in wanted}
+
         return Decoded(
-            features={split: arrays[split, "features"] for split in SPLITS},
-            labels={split: arrays[split, "labels"] for split in SPLITS},
+            features=arrays("features", splits),
+            labels=arrays("labels", splits),
+            groups=arrays("groups", [s for s in splits if f"{s}_groups.npy" in meta["files"]]),
             num_classes=int(meta["num_classes"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError):
         return None
 
 
-def find_or_decode(cache_dir: Path, key: str, decode: Callable[[Path], int]) -> Decoded:
+def find_or_decode(cache_dir: Path, key: str, decode: Decode) -> Decoded:
     """Returns the decoded dataset `key`, calling `decode` if no process of the machine has before.
 
     Args:
         cache_dir: folder of all decoded datasets.
         key: name and fingerprint, a file name.
-        decode: writes the four arrays at their `array_path` in the given folder and returns the
-            number of classes; may leave other things there in sub-folders, which are removed.
+        decode: writes features and labels of train and test, and where they exist groups and
+            ``validation``, at their `array_path` in the given folder, and returns the number of
+            classes; may leave other things there in sub-folders, which are removed.
 
     Raises:
         DataError: `decode` raised it, or the cache cannot be written.
@@ -140,7 +157,7 @@ def _locked(cache_dir: Path, key: str) -> Iterator[None]:
         yield
 
 
-def _write(cache_dir: Path, key: str, decode: Callable[[Path], int]) -> None:
+def _write(cache_dir: Path, key: str, decode: Decode) -> None:
     """Decodes into a temporary folder and renames it. To be called under the lock."""
     for left_behind in (*cache_dir.glob(f".{key}.*.tmp"), cache_dir / key):
         shutil.rmtree(left_behind, ignore_errors=True)

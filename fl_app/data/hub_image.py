@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fl_app import checks
-from fl_app.data import cache
 from fl_app.data.augmentation import KINDS, augmentation
-from fl_app.data.source import Source, check_hub, find_source
+from fl_app.data.hub import load_decoded
+from fl_app.data.source import Source, find_source
 from fl_app.data.transform import Standardize, check_constants
 from fl_app.plugins import Dataset
 from fl_app.stages import LoadedData
@@ -65,21 +65,14 @@ class HubImage(Dataset):
             DataError: not there or not readable; without a network, within 10 seconds.
         """
         source = find_source(data_path, self.path, self.hub_id)
-        key = self._cache_key(source)
-        decoded = cache.find(cache_dir, key)
-        if decoded is None:
-            if source.folder is None:
-                check_hub(source.location)
-            decoded = cache.find_or_decode(cache_dir, key, lambda f: self._decode(source, f))
-        scale = Standardize(largest=_LARGEST_VALUE, mean=self.mean, std=self.std)
-        data = decoded.loaded(scale)
-        return replace(data, train=replace(data.train, augmentation=augmentation(self.augment)))
-
-    def _cache_key(self, source: Source) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_STORED}
-        state = source.location if source.folder is None else cache.folder_state(source.folder)
         name = (self.hub_id or source.location).rstrip("/").rpartition("/")[2]
-        return f"{name}-{cache.fingerprint('image', values, len(self.mean), state)}"
+        facts = ("image", values, len(self.mean))
+        decoded = load_decoded(
+            source, cache_dir, name, facts, lambda folder: self._decode(source, folder)
+        )
+        data = decoded.loaded(Standardize(largest=_LARGEST_VALUE, mean=self.mean, std=self.std))
+        return replace(data, train=replace(data.train, augmentation=augmentation(self.augment)))
 
     def _decode(self, source: Source, folder: Path) -> int:
         from fl_app.data.images import ImageLayout, decode_images

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from fl_app.data import cache
+from fl_app.data import cache, hub
 from fl_app.errors import DataError
 
 _BATCH_ROWS = 1000
+_FILES = "complete Parquet or image files in the layout of the hub"
 _MODES = {1: "L", 3: "RGB"}
 
 
@@ -51,63 +51,43 @@ def decode_images(location: str, subset: str | None, layout: ImageLayout, folder
     Raises:
         DataError: not readable, a split or column is missing, or the shapes differ.
     """
-    from datasets import Image as ImageFeature
-    from datasets.exceptions import DatasetsError
-
-    try:
-        with _no_progress_bars():
-            tables = _open(location, subset, folder / "arrow", layout)
-            classes = {split: _num_classes(table, layout) for split, table in tables.items()}
-            for split, table in tables.items():
-                stored = table.cast_column(layout.image_column, ImageFeature(decode=False))
-                _write_split(folder, split, stored, layout)
-    except (OSError, ValueError, TypeError, SyntaxError, DatasetsError) as error:
-        raise DataError(
-            f"{layout.found_as}: cannot be read as an image dataset ({type(error).__name__}); "
-            "check that it holds complete Parquet or image files in the layout of the hub"
-        ) from error
+    with hub.readable(layout.found_as, "an image dataset", _FILES):
+        tables = open_images(location, subset, layout, folder)
+        classes = {split: _num_classes(table, layout) for split, table in tables.items()}
+        for split, table in tables.items():
+            _write_split(folder, split, table, layout)
     _check_shapes(folder, layout)
     return _check_labels(folder, classes, layout)
 
 
-def _open(
-    location: str, subset: str | None, arrow_dir: Path, layout: ImageLayout
+def open_images(
+    location: str, subset: str | None, layout: ImageLayout, folder: Path
 ) -> dict[str, Any]:
-    """Returns the table of each split, its columns checked."""
-    from flwr_datasets import FederatedDataset
+    """Returns the table of each split, its columns checked, its images still encoded.
 
-    federated = FederatedDataset(
-        dataset=location, subset=subset, partitioners={}, shuffle=False, cache_dir=str(arrow_dir)
-    )
-    tables = {}
-    for ours, theirs in layout.splits.items():
-        try:
-            tables[ours] = federated.load_split(theirs)
-        except ValueError as error:
-            if not str(error).startswith("The given split"):
-                raise
-            raise DataError(
-                f"dataset.{ours}_split={theirs}: no such split in {layout.found_as} "
-                f"({str(error).rpartition(': ')[2].strip(chr(39) + '.')} are there); correct it"
-            ) from error
-        _check_columns(tables[ours], layout)
-    return tables
+    Args:
+        location: a folder or the id of a hub dataset.
+        subset: the dataset's configuration name, None for its only one.
+        layout: what to read.
+        folder: a sub-folder of it is used as scratch.
 
-
-def _check_columns(table: Any, layout: ImageLayout) -> None:
+    Raises:
+        DataError: a split or column is missing, or the image column holds something else.
+    """
     from datasets import Image as ImageFeature
 
-    seen = ", ".join(table.column_names)
-    for key in ("image_column", "label_column"):
-        column = getattr(layout, key)
-        if column not in table.column_names:
-            raise DataError(f"dataset.{key}={column}: no such column; the columns are {seen}")
-    feature = table.features[layout.image_column]
-    if not isinstance(feature, ImageFeature):
-        raise DataError(
-            f"dataset.image_column={layout.image_column}: must hold images, not "
-            f"{type(feature).__name__}; the columns are {seen}"
-        )
+    tables = hub.open_splits(location, subset, layout.splits, layout.found_as, folder / "arrow")
+    for table in tables.values():
+        columns = {key: getattr(layout, key) for key in ("image_column", "label_column")}
+        hub.check_columns(table, columns)
+        feature = table.features[layout.image_column]
+        if not isinstance(feature, ImageFeature):
+            raise DataError(
+                f"dataset.image_column={layout.image_column}: must hold images, not "
+                f"{type(feature).__name__}; the columns are {', '.join(table.column_names)}"
+            )
+    encoded = ImageFeature(decode=False)
+    return {s: table.cast_column(layout.image_column, encoded) for s, table in tables.items()}
 
 
 def _num_classes(table: Any, layout: ImageLayout) -> int | None:
@@ -132,7 +112,7 @@ def _write_split(folder: Path, split: str, table: Any, layout: ImageLayout) -> N
     labels = np.empty(table.num_rows, dtype=np.int64)
     for start in range(0, table.num_rows, _BATCH_ROWS):
         batch = table[start : start + _BATCH_ROWS]
-        pixels = _decode_batch(batch[layout.image_column], layout)
+        pixels = decode_batch(batch[layout.image_column], layout)
         if features is None:
             features = np.lib.format.open_memmap(
                 cache.array_path(folder, split, "features"),
@@ -149,10 +129,12 @@ def _write_split(folder: Path, split: str, table: Any, layout: ImageLayout) -> N
     np.save(cache.array_path(folder, split, "labels"), labels)
 
 
-def _decode_batch(
-    images: Sequence[Mapping[str, Any]], layout: ImageLayout
-) -> npt.NDArray[np.uint8]:
-    """Returns the pixels [B, channels, height, width] of encoded images."""
+def decode_batch(images: Sequence[Mapping[str, Any]], layout: ImageLayout) -> npt.NDArray[np.uint8]:
+    """Returns the pixels [B, channels, height, width] of encoded images.
+
+    Raises:
+        DataError: an image is missing or in colour under one mean, or the shapes differ.
+    """
     pixels = [_pixels(image, layout) for image in images]
     if any(p.shape != pixels[0].shape for p in pixels):
         raise _differing(layout)
@@ -207,16 +189,3 @@ def _check_labels(folder: Path, declared: Mapping[str, int | None], layout: Imag
     if num_classes < 2:
         raise DataError(f"dataset.label_column={layout.label_column}: needs at least 2 classes")
     return num_classes
-
-
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from datasets import utils
-
-    shown = not utils.are_progress_bars_disabled()
-    utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            utils.enable_progress_bars()

@@ -35,9 +35,23 @@ class Standardize(Transform):
         return batch.div_(self.largest).sub_(mean).div_(std)
 
 
-def check_constants(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    """Raises SettingsError unless `mean` and `std` are as many finite numbers, `std` above 0."""
-    if len(mean) not in (1, 3):
+def check_constants(
+    mean: tuple[float, ...], std: tuple[float, ...], shape: tuple[int, ...] | None = None
+) -> None:
+    """Raises SettingsError unless `mean` and `std` are as many finite numbers, `std` above 0.
+
+    With a `shape` (of one input), they must be one or as many as its first side.
+    """
+    if shape is not None:
+        if not shape:
+            raise checks.fail("dataset.shape", [], "must have at least one side")
+        for i, side in enumerate(shape):
+            checks.at_least(f"dataset.shape[{i}]", side, 1)
+        if len(mean) not in (1, shape[0]):
+            raise checks.fail(
+                "dataset.mean", list(mean), f"must have one value, or {shape[0]} (dataset.shape[0])"
+            )
+    elif len(mean) not in (1, 3):
         raise checks.fail(
             "dataset.mean", list(mean), "must have one value per channel: 1 (grey) or 3 (colour)"
         )

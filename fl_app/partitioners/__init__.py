@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 def client_rows(
-    partitioner: Partitioner, labels: IndexVector, population: int, seed: int
+    partitioner: Partitioner,
+    labels: IndexVector,
+    population: int,
+    seed: int,
+    *,
+    groups: IndexVector | None = None,
 ) -> list[IndexVector]:
     """Returns the sorted row numbers of each client, read-only; every row belongs to one client.
 
@@ -28,6 +33,7 @@ def client_rows(
         labels: [N] labels of the training rows.
         population: number of clients.
         seed: ``run.seed``.
+        groups: [N] groups of the training rows, None if the dataset has none.
 
     Guarantee:
         No row belongs to two clients: the worst client is the whole story of RECORD level.
@@ -36,7 +42,10 @@ def client_rows(
         SettingsError: the split cannot be made, naming the settings to change.
         PrivacyError: the plug-in gave a row to two clients or to none.
     """
-    flat = np.ascontiguousarray(labels, dtype=np.int64)
+    column = labels
+    if partitioner.by == "groups":
+        column = _existing_groups(partitioner, groups)
+    flat = np.ascontiguousarray(column, dtype=np.int64)
     if population > len(flat):
         raise checks.fail(
             "federation.population",
@@ -47,11 +56,22 @@ def client_rows(
     return list(_split(partitioner, flat.tobytes(), population, seed))
 
 
+def _existing_groups(partitioner: Partitioner, groups: IndexVector | None) -> IndexVector:
+    if groups is None:
+        raise checks.fail(
+            "partition",
+            partitioner.kind,
+            "needs a dataset that tells who each row comes from",
+            "choose dataset=femnist, shakespeare or leaf, or partition=dirichlet",
+        )
+    return groups
+
+
 @functools.lru_cache(maxsize=4)
 def _split(
-    partitioner: Partitioner, labels: bytes, population: int, seed: int
+    partitioner: Partitioner, column: bytes, population: int, seed: int
 ) -> tuple[IndexVector, ...]:
-    vector = np.frombuffer(labels, dtype=np.int64)
+    vector = np.frombuffer(column, dtype=np.int64)
     parts = partitioner.split(vector, population, seed)
     _check_disjoint(partitioner, parts, len(vector), population)
     rows = tuple(np.sort(np.asarray(part, dtype=np.int64)) for part in parts)
