@@ -219,8 +219,8 @@ class Cohort(Plugin):
         """
 
     @abstractmethod
-    def max_participations(self, num_rounds: int) -> int:
-        """Returns in how many of `num_rounds` rounds one client can be asked at most."""
+    def max_participations(self, num_rounds: int, population: int) -> int:
+        """Returns in how many of `num_rounds` rounds in a row one client can be asked at most."""
 
 
 class Accountant(Plugin):

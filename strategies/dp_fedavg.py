@@ -145,7 +145,7 @@ class DPFedAvg(Strategy):
         self.summary()
         arrays, config, result = initial_arrays, train_config or ConfigRecord(), Result()
         for round in range(self.rounds_done + 1, num_rounds + 1):
-            if not self.plan.within_budget(self.ledger.counts()):
+            if not self._within_budget(round):
                 self.status = "budget_exhausted"
                 break
             if self._must_stop(round):
@@ -172,7 +172,7 @@ class DPFedAvg(Strategy):
         Raises:
             PrivacyError: the budget does not allow this round.
         """
-        if not self.plan.within_budget(self.ledger.counts()):
+        if not self._within_budget(server_round):
             raise PrivacyError(f"round {server_round}: the privacy budget does not allow it")
         # Before the cohort is drawn or asked: a kill from here on costs a charge, never a free
         # release.
@@ -217,6 +217,12 @@ class DPFedAvg(Strategy):
     ) -> MetricRecord | None:
         """Returns None: clients report no metrics."""
         return None
+
+    def _within_budget(self, round: int) -> bool:
+        ledger = self.ledger
+        return self.plan.within_budget(
+            ledger.counts(), ledger.repeats(), again=ledger.has_round(round)
+        )
 
     def _order(self, round: int) -> RoundOrder:
         clipping_norm = getattr(self.settings.mechanism, "clipping_norm", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fl_app.accounting import rdp
@@ -19,6 +20,8 @@ from fl_app.errors import SettingsError
 from fl_app.plugins import Accountant, Cohort
 from fl_app.privacy import Guarantee, Placement, PrivacyEvent, PrivacyUnit, Sampling
 from fl_app.settings import Settings
+
+_NO_REPEATS: Mapping[PrivacyEvent, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,20 +87,40 @@ class PrivacyPlan:
         """Returns the statement after `num_rounds` charged rounds."""
         return self.guarantees_of(dict.fromkeys(self.events, num_rounds))
 
-    def guarantees_of(self, counts: Mapping[PrivacyEvent, int]) -> tuple[Guarantee, ...]:
-        """Returns the statement after the charged rounds that a ledger counts."""
-        return tuple(self._guarantee(row, counts) for row in self.rows)
+    def guarantees_of(
+        self,
+        counts: Mapping[PrivacyEvent, int],
+        repeats: Mapping[PrivacyEvent, int] = _NO_REPEATS,
+    ) -> tuple[Guarantee, ...]:
+        """Returns the statement after the charged rounds that a ledger counts.
 
-    def epsilon_after(self, counts: Mapping[PrivacyEvent, int]) -> float | None:
+        Args:
+            counts: charged rounds by event, as `Ledger.counts` gives them.
+            repeats: how many of them charged a round again, as `Ledger.repeats` gives them.
+        """
+        return tuple(self._guarantee(row, counts, repeats) for row in self.rows)
+
+    def epsilon_after(
+        self,
+        counts: Mapping[PrivacyEvent, int],
+        repeats: Mapping[PrivacyEvent, int] = _NO_REPEATS,
+    ) -> float | None:
         """Returns the spent epsilon of the bound guarantee; None if there is no guarantee.
 
         Args:
             counts: charged rounds by event, as `Ledger.counts` gives them.
+            repeats: how many of them charged a round again, as `Ledger.repeats` gives them.
         """
         row = self._bound_row
-        return None if row is None else self._guarantee(row, counts).epsilon
+        return None if row is None else self._guarantee(row, counts, repeats).epsilon
 
-    def within_budget(self, counts: Mapping[PrivacyEvent, int]) -> bool:
+    def within_budget(
+        self,
+        counts: Mapping[PrivacyEvent, int],
+        repeats: Mapping[PrivacyEvent, int] = _NO_REPEATS,
+        *,
+        again: bool = False,
+    ) -> bool:
         """Returns whether one more round stays within the target; True without a target.
 
         Cheap bounds may accept: the planned epsilon while no more than the whole run is charged,
@@ -105,12 +128,16 @@ class PrivacyPlan:
 
         Args:
             counts: the rounds charged so far by event, as `Ledger.counts` gives them.
+            repeats: how many of them charged a round again, as `Ledger.repeats` gives them.
+            again: True if the round to come has been charged before.
         """
         event = self.bound_event
         if self.target_epsilon is None or event is None:
             return True
         after = {**counts, event: counts.get(event, 0) + 1}
-        composed = self._composed(after, event)
+        if again:
+            repeats = {**repeats, event: repeats.get(event, 0) + 1}
+        composed = self._composed(after, event, repeats)
         return self._cheaply_within(composed, event) or (
             self._epsilon(self.accountant, composed) <= self.target_epsilon
         )
@@ -214,7 +241,7 @@ class PrivacyPlan:
     def _cheaply_within(self, composed: Mapping[PrivacyEvent, int], event: PrivacyEvent) -> bool:
         """Returns True if a bound that costs little already shows that `composed` is allowed."""
         target = math.inf if self.target_epsilon is None else self.target_epsilon
-        planned = self._composed({event: self.num_rounds}, event)
+        planned = self._composed({event: self.num_rounds}, event, _NO_REPEATS)
         as_planned = all(count <= planned.get(e, 0) for e, count in composed.items())
         if as_planned and self._epsilon(self.accountant, planned) <= target:
             return True
@@ -222,12 +249,14 @@ class PrivacyPlan:
         bounded = all(loose.refusal(e) is None for e in composed)
         return bounded and self._epsilon(loose, composed) <= target
 
-    def _guarantee(self, row: Row, counts: Mapping[PrivacyEvent, int]) -> Guarantee:
+    def _guarantee(
+        self, row: Row, counts: Mapping[PrivacyEvent, int], repeats: Mapping[PrivacyEvent, int]
+    ) -> Guarantee:
         epsilon, assumptions = math.inf, row.assumptions
         if self.seeded_noise:
             assumptions = (SEEDED,)
         elif row.event is not None:
-            epsilon = self._epsilon(self.accountant, self._composed(counts, row.event))
+            epsilon = self._epsilon(self.accountant, self._composed(counts, row.event, repeats))
             if row.event.noise_multiplier == 0:
                 assumptions = (NO_NOISE,)
         finite = math.isfinite(epsilon)
@@ -242,14 +271,25 @@ class PrivacyPlan:
         )
 
     def _composed(
-        self, counts: Mapping[PrivacyEvent, int], event: PrivacyEvent
+        self,
+        counts: Mapping[PrivacyEvent, int],
+        event: PrivacyEvent,
+        repeats: Mapping[PrivacyEvent, int],
     ) -> dict[PrivacyEvent, int]:
-        """Returns how often each charged event of `event`'s unit is composed for one unit."""
-        return {
-            charged: _compositions(self.cohort, charged, count)
-            for charged, count in counts.items()
-            if charged.unit is event.unit and count
-        }
+        """Returns how often each charged event of `event`'s unit is composed for one unit.
+
+        The sampler says in how many rounds in a row one client can be asked. Two things could make
+        that too few, and are counted in full: a round charged again (its clients may have been
+        asked again), and rounds of several events (all those of one may be rounds of one client).
+        """
+        charged = {e: count for e, count in counts.items() if e.unit is event.unit and count}
+        first = {e: count - repeats.get(e, 0) for e, count in charged.items()}
+        num_rounds = sum(first.values())
+        composed = {}
+        for e, count in charged.items():
+            asked = _compositions(self.cohort, e, num_rounds, self.population)
+            composed[e] = min(first[e], asked) + count - first[e]
+        return composed
 
     def _epsilon(self, accountant: Accountant, composed: Mapping[PrivacyEvent, int]) -> float:
         return accountant.epsilon(composed, self.target_delta)
@@ -325,19 +365,22 @@ def _noise_multiplier(settings: Settings, unit: PrivacyUnit) -> float | None:
 
     def whole_run(noise_multiplier: float) -> dict[PrivacyEvent, int]:
         event = round_event(settings, unit, noise_multiplier)
-        return {} if event is None else {event: _compositions(settings.cohort, event, num_rounds)}
+        if event is None:
+            return {}
+        population = settings.federation.population
+        return {event: _compositions(settings.cohort, event, num_rounds, population)}
 
     return calibrate(settings.accountant, whole_run, target, settings.privacy.target_delta)
 
 
-def _compositions(cohort: Cohort, event: PrivacyEvent, num_rounds: int) -> int:
-    """Returns how often `event` is composed for one unit when `num_rounds` rounds were charged.
+def _compositions(cohort: Cohort, event: PrivacyEvent, num_rounds: int, population: int) -> int:
+    """Returns how often `event` is composed for one unit in `num_rounds` rounds in a row.
 
     With amplification by client sampling every round counts; without, only the rounds in which one
     client can have been asked.
     """
     amplified = event.unit is PrivacyUnit.CLIENT and event.sampling is not Sampling.NONE
-    return num_rounds if amplified else cohort.max_participations(num_rounds)
+    return num_rounds if amplified else cohort.max_participations(num_rounds, population)
 
 
 def _clipping_norm(owner: object, noise_multiplier: float | None) -> float | None:

@@ -91,6 +91,7 @@ def _central_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> l
         REGISTRY,
         "an honest server adds the noise once to every sum and drops the un-noised sum at once",
         *_sampling_assumptions(event, simulated),
+        *_schedule_assumptions(settings, event),
         *_relation_assumptions(event),
     ]
     if settings.federation.on_missing == "skip":
@@ -115,6 +116,14 @@ def _sampling_assumptions(event: PrivacyEvent, simulated: bool) -> list[str]:
         "hidden from the observer",
     }[event.sampling]
     return [hidden, *_stream_assumptions(simulated, "cohorts")]
+
+
+def _schedule_assumptions(settings: Settings, event: PrivacyEvent) -> list[str]:
+    """Returns what an un-amplified count of fewer rounds than there are rests on."""
+    num_rounds = settings.run.num_rounds
+    most = settings.cohort.max_participations(num_rounds, settings.federation.population)
+    scheduled = event.sampling is Sampling.NONE and most < num_rounds
+    return [_asked(settings, "a client")] if scheduled else []
 
 
 def _stream_assumptions(simulated: bool, what: str) -> list[str]:
@@ -167,5 +176,6 @@ def _record_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> li
 
 def _asked(settings: Settings, who: str) -> str:
     num_rounds = settings.run.num_rounds
-    most = settings.cohort.max_participations(num_rounds)
-    return f"{who} is charged for every round it can be asked in: {most} of {num_rounds}"
+    most = settings.cohort.max_participations(num_rounds, settings.federation.population)
+    text = f"{who} is charged for every round it can be asked in: {most} of {num_rounds}"
+    return text if most == num_rounds else f"{text}, as the server keeps to the public schedule"
