@@ -18,7 +18,7 @@ from fl_app.accounting.calibration import calibrate
 from fl_app.accounting.statement import NO_NOISE, SEEDED, Row, round_event, statement_rows
 from fl_app.errors import SettingsError
 from fl_app.plugins import Accountant, Cohort
-from fl_app.privacy import Guarantee, Placement, PrivacyEvent, PrivacyUnit, Sampling
+from fl_app.privacy import Guarantee, NoiseKind, Placement, PrivacyEvent, PrivacyUnit, Sampling
 from fl_app.settings import Settings
 
 _NO_REPEATS: Mapping[PrivacyEvent, int] = MappingProxyType({})
@@ -150,7 +150,8 @@ class PrivacyPlan:
         if self.bound_unit is PrivacyUnit.CLIENT:
             return self.mechanism_clipping_norm, self.noise_std_of_sum or 0.0
         norm, z = self.training_clipping_norm, self.training_noise_multiplier
-        return norm, 0.0 if norm is None or z is None else norm * z
+        std = self._std_per_scale(PrivacyUnit.RECORD)
+        return norm, 0.0 if norm is None or z is None else norm * z * std
 
     @property
     def noise_std_of_sum(self) -> float | None:
@@ -161,6 +162,7 @@ class PrivacyPlan:
         if self.mechanism_clipping_norm is None or self.mechanism_noise_multiplier is None:
             return None
         std = self.mechanism_noise_multiplier * self.mechanism_clipping_norm
+        std *= self._std_per_scale(PrivacyUnit.CLIENT)
         local = self.placement is Placement.LOCAL
         return std * math.sqrt(self.expected_cohort) if local else std
 
@@ -197,6 +199,7 @@ class PrivacyPlan:
         if self.training_noise_multiplier is not None:
             facts["record-level noise multiplier"] = f"{self.training_noise_multiplier:.6g}"
             facts["record-level clipping norm"] = f"{self.training_clipping_norm:g}"
+            facts["record-level noise"] = self._law(PrivacyUnit.RECORD)
         if self.target_epsilon is not None and self.epsilon_of is not None:
             facts["budget"] = (
                 f"epsilon {self.target_epsilon:g} at delta {self.target_delta:g} over "
@@ -294,6 +297,20 @@ class PrivacyPlan:
     def _epsilon(self, accountant: Accountant, composed: Mapping[PrivacyEvent, int]) -> float:
         return accountant.epsilon(composed, self.target_delta)
 
+    def _noise_kind(self, unit: PrivacyUnit) -> NoiseKind:
+        kinds = [event.noise for event in self.events if event.unit is unit]
+        return kinds[0] if kinds else NoiseKind.GAUSSIAN
+
+    def _std_per_scale(self, unit: PrivacyUnit) -> float:
+        """Returns the std of `unit`'s noise of scale 1."""
+        return self._noise_kind(unit).std_per_scale
+
+    def _law(self, unit: PrivacyUnit) -> str:
+        """Returns what `unit`'s noise is and what its multiplier means."""
+        if self._noise_kind(unit) is NoiseKind.LAPLACE:
+            return "laplace, scale = multiplier x L1 clipping norm"
+        return "gaussian, std = multiplier x L2 clipping norm"
+
     def _step_noise_std(self) -> float | None:
         """Std of the record-level noise on one step's mean gradient."""
         if not self.expected_batch or self.training_noise_multiplier is None:
@@ -301,6 +318,7 @@ class PrivacyPlan:
         return (
             self.training_noise_multiplier
             * (self.training_clipping_norm or 0.0)
+            * self._std_per_scale(PrivacyUnit.RECORD)
             / (self.expected_batch)
         )
 

@@ -19,7 +19,6 @@ from fl_app.settings import Settings, client_event
 
 NO_NOISE = "nothing adds noise"
 SEEDED = "NOT PRIVATE: run.seeded_noise=true, whoever knows run.seed can take the noise off again"
-FLOATING_POINT = "floating-point noise is taken for the continuous Gaussian that it approximates"
 REGISTRY = "the population is a fixed public registry of clients, offline ones included"
 DISJOINT = "clients' data are disjoint; the number is that of the worst client"
 
@@ -101,7 +100,7 @@ def _central_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> l
         )
     unit, relation = PrivacyUnit.CLIENT, event.relation
     return [
-        _row(unit, View.OBSERVER, relation, event, *assumptions, FLOATING_POINT),
+        _row(unit, View.OBSERVER, relation, event, *assumptions, _floating_point(event)),
         _row(unit, View.SERVER, relation, None, "the server sees clipped updates without noise"),
     ]
 
@@ -147,10 +146,10 @@ def _local_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
     fewest = (
         "un-amplified, at the fewest honest contributors: one (the noise shows how many there are)"
     )
-    unit, relation = PrivacyUnit.CLIENT, event.relation
+    unit, relation, smooth = PrivacyUnit.CLIENT, event.relation, _floating_point(event)
     return [
-        _row(unit, View.SERVER, relation, event, REGISTRY, own, asked, FLOATING_POINT),
-        _row(unit, View.OBSERVER, relation, event, REGISTRY, own, asked, fewest, FLOATING_POINT),
+        _row(unit, View.SERVER, relation, event, REGISTRY, own, asked, smooth),
+        _row(unit, View.OBSERVER, relation, event, REGISTRY, own, asked, fewest, smooth),
     ]
 
 
@@ -167,11 +166,16 @@ def _record_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> li
         )
         assumptions += _stream_assumptions(simulated, "batches")
     after = "the released models are computed from what the server sees (post-processing)"
-    unit, relation = PrivacyUnit.RECORD, event.relation
+    unit, relation, smooth = PrivacyUnit.RECORD, event.relation, _floating_point(event)
     return [
-        _row(unit, View.SERVER, relation, event, *assumptions, FLOATING_POINT),
-        _row(unit, View.OBSERVER, relation, event, after, *assumptions, FLOATING_POINT),
+        _row(unit, View.SERVER, relation, event, *assumptions, smooth),
+        _row(unit, View.OBSERVER, relation, event, after, *assumptions, smooth),
     ]
+
+
+def _floating_point(event: PrivacyEvent) -> str:
+    law = event.noise.capitalize()
+    return f"floating-point noise is taken for the continuous {law} that it approximates"
 
 
 def _asked(settings: Settings, who: str) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 
 import dp_accounting
+import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from opacus.accountants import PRVAccountant, RDPAccountant
 from scipy.optimize import brentq
-from scipy.stats import norm
+from scipy.stats import binom, norm
 
 from fl_app.accounting.calibration import calibrate
 from fl_app.accounting.pld import Pld
@@ -36,6 +37,7 @@ BOTH = pytest.mark.parametrize("accountant", [PLD, RDP], ids=["pld", "rdp"])
 def event(
     z: float,
     *,
+    noise: NoiseKind = NoiseKind.GAUSSIAN,
     q: float = 1.0,
     relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
     steps: int = 1,
@@ -44,7 +46,7 @@ def event(
         unit=PrivacyUnit.CLIENT,
         view=View.OBSERVER,
         relation=relation,
-        noise=NoiseKind.GAUSSIAN,
+        noise=noise,
         noise_multiplier=z,
         sampling=Sampling.POISSON if q < 1 else Sampling.NONE,
         sampling_rate=q,
@@ -202,3 +204,49 @@ def test_calibrated_unsampled_noise_is_that_of_the_analytic_gaussian_mechanism()
     z = calibrate(PLD, lambda z: {event(z): 1}, 1.0, 1e-5)
     exact = brentq(lambda z: gaussian_epsilon(z, 1e-5) - 1.0, 1.0, 10.0)
     assert exact <= z <= exact * (1 + 5e-4)
+
+
+# Laplace.
+
+
+def laplace_epsilon(single: float, count: int, delta: float) -> float:
+    """Returns the exact epsilon of `count` randomized responses of epsilon `single` at `delta`.
+
+    Randomized response dominates every mechanism of that pure epsilon, Laplace included (Kairouz,
+    Oh and Viswanath 2015, arXiv:1311.0776): an upper bound on Laplace noise.
+    """
+    wins = np.arange(count + 1)
+    right = binom.pmf(wins, count, 1 / (1 + math.exp(-single)))
+    wrong = right[::-1]
+
+    def excess(epsilon: float) -> float:
+        return float(np.maximum(right - math.exp(epsilon) * wrong, 0).sum()) - delta
+
+    return float(brentq(excess, 0.0, single * count))
+
+
+def test_a_hundred_laplace_releases_of_a_tenth():
+    events = {event(10.0, noise=NoiseKind.LAPLACE): 100}
+    ours = PLD.epsilon(events, 1e-5)
+    assert ours == pytest.approx(4.22, abs=0.005)  # the scenario table of the project
+    assert 0.9 * laplace_epsilon(0.1, 100, 1e-5) < ours < laplace_epsilon(0.1, 100, 1e-5)
+
+
+def test_one_laplace_release_is_the_closed_form():
+    # delta(epsilon) = 1 - exp((epsilon - 1/b) / 2) for 0 <= epsilon <= 1/b.
+    for scale in (0.5, 1.0, 10.0):
+        exact = 1 / scale + 2 * math.log1p(-1e-3)
+        ours = PLD.epsilon({event(scale, noise=NoiseKind.LAPLACE): 1}, 1e-3)
+        assert exact - 1e-9 <= ours <= exact * (1 + 5e-4)
+
+
+@pytest.mark.parametrize(("scale", "q", "count"), [(1.0, 0.1, 100), (10.0, 0.2, 500)])
+def test_poisson_sampled_laplace_equals_the_plain_library_accountant(scale, q, count):
+    plain = PLDAccountant(value_discretization_interval=1e-5)
+    sampled = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.LaplaceDpEvent(scale))
+    plain.compose(sampled, count)
+    fine = plain.get_epsilon(1e-5)
+    ours = PLD.epsilon({event(scale, q=q, noise=NoiseKind.LAPLACE): count}, 1e-5)
+    assert fine * (1 - 1e-4) <= ours <= fine * (1 + 1e-3)
+    unsampled = PLD.epsilon({event(scale, noise=NoiseKind.LAPLACE): count}, 1e-5)
+    assert ours < unsampled / 3

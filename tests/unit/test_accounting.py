@@ -107,14 +107,50 @@ def test_zeroing_out_costs_what_leaving_out_costs(accountant):
     [
         poisson(relation=NeighboringRelation.ZERO_OUT),
         poisson(relation=NeighboringRelation.REPLACE_ONE),
-        event(noise=NoiseKind.LAPLACE),
+        poisson(noise=NoiseKind.LAPLACE, relation=NeighboringRelation.ZERO_OUT),
     ],
-    ids=["poisson-zero-out", "poisson-replace", "laplace"],
+    ids=["poisson-zero-out", "poisson-replace", "laplace-poisson-zero-out"],
 )
 def test_what_cannot_be_bounded_is_refused(accountant, refused):
     assert accountant.refusal(refused) is not None
     with pytest.raises(AccountingError, match=f"accountant={accountant.kind}"):
         accountant.epsilon({refused: 1}, 1e-5)
+
+
+@pytest.mark.parametrize("q", [1.0, 0.1])
+def test_rdp_refuses_laplace_noise_and_names_the_ways_out(q):
+    sampled = {"sampling": Sampling.POISSON, "sampling_rate": q} if q < 1 else {}
+    laplace = event(noise=NoiseKind.LAPLACE, **sampled)
+    assert PLD.refusal(laplace) is None
+    reason = RDP.refusal(laplace)
+    assert reason is not None
+    assert "accountant=pld" in reason
+    assert "accountant=simple" in reason
+
+
+def test_pld_has_a_bound_for_laplace_noise_of_any_scale():
+    for z in (1e-3, 1.4e-3, 1e-2, 1.0, 1e5):
+        for changes in ({}, {"sampling": Sampling.POISSON, "sampling_rate": 0.5}):
+            hardly = event(z, noise=NoiseKind.LAPLACE, **changes)
+            epsilon = PLD.epsilon({hardly: 2}, 1e-5)
+            assert 0 <= epsilon <= 2 / z * (1 + 1e-12)
+            assert z > 0.01 or epsilon > 1 / z
+
+
+def test_replacing_a_unit_costs_what_half_the_laplace_noise_costs():
+    replaced = event(2.0, noise=NoiseKind.LAPLACE, relation=NeighboringRelation.REPLACE_ONE)
+    half = event(1.0, noise=NoiseKind.LAPLACE)
+    assert PLD.epsilon({replaced: 10}, 1e-5) == PLD.epsilon({half: 10}, 1e-5)
+    assert PLD.epsilon({half: 10}, 1e-5) > PLD.epsilon(
+        {event(2.0, noise=NoiseKind.LAPLACE): 10}, 1e-5
+    )
+
+
+def test_laplace_and_gaussian_steps_compose():
+    laplace, plain = {event(10.0, noise=NoiseKind.LAPLACE): 50}, {event(5.0): 10}
+    both = PLD.epsilon(laplace | plain, 1e-5)
+    singles = [PLD.epsilon(part, 1e-5) for part in (laplace, plain)]
+    assert max(singles) < both < sum(singles)
 
 
 def test_fixed_size_is_for_rdp_and_pld_names_the_ways_out():

@@ -437,3 +437,19 @@ def test_the_schedule_is_calibrated_for_and_gates_after_the_last_turn():
     assert p.within_budget({event: 99})
     assert not p.within_budget({event: 100})
     assert not p.within_budget({event: 100}, {event: 1}, again=True)
+
+
+def test_laplace_noise_is_told_by_its_std_and_accounted_by_its_scale():
+    p = plan(
+        "training=dp_sgd", "training.noise=laplace", "training.clipping_norm=50",
+        "training.batch_rate=1", "training.local_steps=1", "training.noise_multiplier=10",
+        "privacy.target_epsilon=null", "privacy.target_delta=1e-5", nominal_rows=600,
+    )  # fmt: skip
+    assert rows(p, 100)["RECORD against SERVER"].epsilon == pytest.approx(4.22, abs=0.005)
+    norm, std = p.bound_noise()
+    assert (norm, std) == (50.0, pytest.approx(2**0.5 * 10 * 50))
+    assert p.signal_to_noise(400) == pytest.approx(50 / (std / 600 * 20))
+    assert p.summary()["record-level noise"].startswith("laplace, scale")
+    text = "; ".join(rows(p)["RECORD against SERVER"].assumptions)
+    assert "continuous Laplace" in text
+    assert "Gaussian" not in text
