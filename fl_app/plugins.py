@@ -228,6 +228,9 @@ class Accountant(Plugin):
 
     __slots__ = ()
 
+    rdp_may_accept: ClassVar[bool] = True
+    """False if RDP can be tighter: then the budget gate asks this accountant alone."""
+
     @abstractmethod
     def refusal(self, event: PrivacyEvent) -> str | None:
         """Returns None if it can bound `event`, else why not and what to use instead."""
@@ -241,6 +244,14 @@ class Accountant(Plugin):
         Raises:
             AccountingError: an event that `refusal` names.
         """
+
+    def caveat(self, events: Mapping[PrivacyEvent, int], delta: float) -> str | None:
+        """Returns None if `epsilon` bounds these events, else why its number is only a claim.
+
+        With a caveat no row of the statement has an epsilon. An accountant without formulas that
+        are known to fail keeps this default.
+        """
+        return None
 
 
 class ServerOptimizer(Plugin):

@@ -29,7 +29,8 @@ class PrivacyPlan:
     """The privacy of one run: what each round charges, what that adds up to, what is allowed.
 
     Guarantee: `within_budget` is True only if the charge of one more round keeps the epsilon of the
-        bound guarantee within the target, by a valid upper bound on it.
+        bound guarantee within the target, by a valid upper bound on it (or by the claim of an
+        accountant whose `caveat` takes the epsilon out of every row).
 
     Attributes:
         accountant: the run's own accountant.
@@ -248,6 +249,8 @@ class PrivacyPlan:
         as_planned = all(count <= planned.get(e, 0) for e, count in composed.items())
         if as_planned and self._epsilon(self.accountant, planned) <= target:
             return True
+        if not self.accountant.rdp_may_accept:
+            return False
         loose = rdp.Rdp()
         bounded = all(loose.refusal(e) is None for e in composed)
         return bounded and self._epsilon(loose, composed) <= target
@@ -259,9 +262,12 @@ class PrivacyPlan:
         if self.seeded_noise:
             assumptions = (SEEDED,)
         elif row.event is not None:
-            epsilon = self._epsilon(self.accountant, self._composed(counts, row.event, repeats))
+            composed = self._composed(counts, row.event, repeats)
+            epsilon = self._epsilon(self.accountant, composed)
             if row.event.noise_multiplier == 0:
                 assumptions = (NO_NOISE,)
+            elif caveat := self.accountant.caveat(composed, self.target_delta):
+                epsilon, assumptions = math.inf, (caveat,)
         finite = math.isfinite(epsilon)
         return Guarantee(
             unit=row.unit,
@@ -367,8 +373,22 @@ def make_plan(
         training_clipping_norm=_clipping_norm(settings.training, training_z),
         expected_batch=batch_rate * nominal_rows if known else None,  # type: ignore[operator]
         placement=settings.mechanism.placement,
-        warnings=_warnings(settings, nominal_rows, mechanism_z, training_z),
+        warnings=(
+            *_warnings(settings, nominal_rows, mechanism_z, training_z),
+            *_caveats(settings, rows),
+        ),
     )
+
+
+def _caveats(settings: Settings, rows: tuple[Row, ...]) -> list[str]:
+    """Returns why the accountant's numbers for the whole run are no bounds, if they are not."""
+    num_rounds, population = settings.run.num_rounds, settings.federation.population
+    found: dict[str, None] = {}
+    for event in dict.fromkeys(row.event for row in rows if row.event is not None):
+        composed = {event: _compositions(settings.cohort, event, num_rounds, population)}
+        if caveat := settings.accountant.caveat(composed, settings.privacy.target_delta):
+            found[caveat] = None
+    return list(found)
 
 
 def _noise_multiplier(settings: Settings, unit: PrivacyUnit) -> float | None:

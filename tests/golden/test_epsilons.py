@@ -21,6 +21,7 @@ from scipy.stats import binom, norm
 from fl_app.accounting.calibration import calibrate
 from fl_app.accounting.pld import Pld
 from fl_app.accounting.rdp import Rdp
+from fl_app.accounting.simple import Simple
 from fl_app.privacy import (
     NeighboringRelation,
     NoiseKind,
@@ -30,7 +31,7 @@ from fl_app.privacy import (
     View,
 )
 
-PLD, RDP = Pld(discretization=1e-4), Rdp()
+PLD, RDP, SIMPLE = Pld(discretization=1e-4), Rdp(), Simple(formula="analytic")
 BOTH = pytest.mark.parametrize("accountant", [PLD, RDP], ids=["pld", "rdp"])
 
 
@@ -250,3 +251,41 @@ def test_poisson_sampled_laplace_equals_the_plain_library_accountant(scale, q, c
     assert fine * (1 - 1e-4) <= ours <= fine * (1 + 1e-3)
     unsampled = PLD.epsilon({event(scale, noise=NoiseKind.LAPLACE): count}, 1e-5)
     assert ours < unsampled / 3
+
+
+# Basic composition.
+
+
+@pytest.mark.parametrize("z", [0.3, 1.0, 4.2, 10.0, 100.0])
+@pytest.mark.parametrize("delta", [1e-3, 1e-5, 5e-7])
+def test_simple_is_the_exact_curve_of_one_gaussian_split_over_the_steps(z, delta):
+    exact = gaussian_epsilon(z, delta)
+    ours = SIMPLE.epsilon({event(z): 1}, delta)
+    assert exact - 1e-8 <= ours <= exact + 1e-7
+    assert SIMPLE.epsilon({event(z): 8}, 8 * delta) == pytest.approx(8 * ours, rel=1e-9)
+
+
+def test_simple_calibrates_the_split_of_epsilon_and_delta():
+    # 20 steps, epsilon 10: each one epsilon 0.5 at delta 5e-7, solved here without our code.
+    z = calibrate(SIMPLE, lambda z: {event(z): 20}, 10.0, 1e-5)
+    exact = brentq(lambda z: gaussian_epsilon(z, 5e-7) - 0.5, 1.0, 50.0)
+    assert exact <= z <= exact * (1 + 1e-4)
+    classic = math.sqrt(2 * math.log(1.25 / 5e-7)) / 0.5
+    assert z < classic
+    # The published run's noise: std 10.86 x 2C under REPLACE_ONE is classic at that split.
+    assert classic == pytest.approx(10.86, abs=0.005)
+
+
+def test_simple_adds_laplace_releases():
+    events = {event(10.0, noise=NoiseKind.LAPLACE): 100}
+    assert SIMPLE.epsilon(events, 1e-5) == pytest.approx(10.0, rel=1e-12)
+
+
+def test_the_published_noise_at_claimed_ten_is_worth_far_less():
+    """20 full-batch steps of std 10.86 x 2C (the project's own table: 0.75 and 1.61)."""
+    for relation, expected in (
+        (NeighboringRelation.ADD_OR_REMOVE_ONE, 0.75),
+        (NeighboringRelation.REPLACE_ONE, 1.61),
+    ):
+        events = {event(21.72, relation=relation): 20}
+        assert PLD.epsilon(events, 1e-5) == pytest.approx(expected, abs=0.006)

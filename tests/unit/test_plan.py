@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from fl_app.accounting.ledger import Ledger
@@ -453,3 +454,50 @@ def test_laplace_noise_is_told_by_its_std_and_accounted_by_its_scale():
     text = "; ".join(rows(p)["RECORD against SERVER"].assumptions)
     assert "continuous Laplace" in text
     assert "Gaussian" not in text
+
+
+SPLIT = [
+    *ROUND_ROBIN[2:], "cohort=round_robin", "cohort.fraction=0.2", "training=dp_sgd",
+    "training.batch_rate=1", "training.local_steps=1", "accountant=simple",
+]  # fmt: skip
+
+
+def test_the_split_is_calibrated_over_the_rounds_of_one_client():
+    p = plan(*SPLIT, "privacy.target_epsilon=10", nominal_rows=600)
+    stated = rows(p, 100)["RECORD against SERVER"]
+    assert 9.99 < stated.epsilon <= 10.0
+    assert stated.accountant == "simple"
+    assert not any("NOT" in text for text in stated.assumptions + p.warnings)
+    tight = plan(*SPLIT, "accountant=pld", "privacy.target_epsilon=10", nominal_rows=600)
+    assert p.training_noise_multiplier > 2 * tight.training_noise_multiplier
+
+
+@pytest.mark.parametrize(("target", "valid"), [(10, True), (19.9, True), (20, False), (30, False)])
+def test_the_classic_formula_states_no_epsilon_where_it_is_no_bound(target, valid):
+    p = plan(
+        *SPLIT, "accountant.formula=classic", f"privacy.target_epsilon={target}", nominal_rows=600
+    )
+    z, (event,) = p.training_noise_multiplier, p.events
+    assert z == pytest.approx((2 * np.log(1.25 / 5e-7)) ** 0.5 / (target / 20), rel=2e-4)
+    if target == 20:  # calibration ends just below: take the noise that claims 1 a step exactly
+        p = replace(p, events=(replace(event, noise_multiplier=z * (1 - 2e-4)),))
+        p = replace(p, rows=tuple(replace(row, event=p.events[0]) for row in p.rows))
+    for row in rows(p, 100).values():
+        assert row.private is valid
+        assert (row.epsilon is not None) is valid
+        assert bool(row.accountant) is valid
+        assert any("NOT a valid bound" in text for text in row.assumptions) is not valid
+    if target == 30:
+        assert any("NOT a valid bound" in text for text in p.warnings)
+        assert p.to_json()["private"] is False
+        assert p.epsilon_after({event: 100}) is None
+        assert p.within_budget({event: 99})  # the gate goes on by the claim
+        assert not p.within_budget({event: 100})
+
+
+def test_the_gate_of_the_split_does_not_accept_by_a_tighter_accountant():
+    p = plan(*SPLIT, "privacy.target_epsilon=10", nominal_rows=600)
+    (event,) = p.events
+    assert Rdp().epsilon({event: 21}, 1e-5) < 10.0
+    assert p.within_budget({event: 99})
+    assert not p.within_budget({event: 100})
