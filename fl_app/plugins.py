@@ -265,14 +265,17 @@ class Cohort(Plugin):
         """
 
     @abstractmethod
-    def max_participations(self, num_rounds: int) -> int:
-        """Returns in how many of `num_rounds` rounds one client can be asked at most."""
+    def max_participations(self, num_rounds: int, population: int) -> int:
+        """Returns in how many of `num_rounds` rounds in a row one client can be asked at most."""
 
 
 class Accountant(Plugin):
     """Turns events into epsilon. Stateless: the ledger is the state."""
 
     __slots__ = ()
+
+    rdp_may_accept: ClassVar[bool] = True
+    """False if RDP can be tighter: then the budget gate asks this accountant alone."""
 
     @abstractmethod
     def refusal(self, event: PrivacyEvent) -> str | None:
@@ -287,6 +290,14 @@ class Accountant(Plugin):
         Raises:
             AccountingError: an event that `refusal` names.
         """
+
+    def caveat(self, events: Mapping[PrivacyEvent, int], delta: float) -> str | None:
+        """Returns None if `epsilon` bounds these events, else why its number is only a claim.
+
+        With a caveat no row of the statement has an epsilon. An accountant without formulas that
+        are known to fail keeps this default.
+        """
+        return None
 
 
 class ServerOptimizer(Plugin):

@@ -47,10 +47,15 @@ class View(StrEnum):
 
 
 class NoiseKind(StrEnum):
-    """The law of the noise."""
+    """The law of the noise, and with it the norm that clipping bounds: L2 or, for LAPLACE, L1."""
 
     GAUSSIAN = "gaussian"
     LAPLACE = "laplace"
+
+    @property
+    def std_per_scale(self) -> float:
+        """Std of noise of scale 1: 1, or sqrt(2) for LAPLACE."""
+        return math.sqrt(2) if self is NoiseKind.LAPLACE else 1.0
 
 
 class Sampling(StrEnum):
@@ -70,9 +75,10 @@ class PrivacyEvent:
         view: the most knowing adversary that sees the release.
         relation: the neighbouring relation under which it is to be bounded.
         noise: the law of the noise.
-        noise_multiplier: noise std of the sum / clipping norm (z), whatever the relation: an
+        noise_multiplier: noise scale of the sum / clipping norm (z), whatever the relation: an
             accountant that bounds REPLACE_ONE accounts for the doubled sensitivity itself. 0 means
-            no noise.
+            no noise. GAUSSIAN: std / L2 norm C. LAPLACE: scale b / L1 norm C (the std is sqrt(2)
+            b), so that one unsampled step has epsilon 1 / z at delta 0.
         sampling: the sampling that may be credited.
         sampling_rate: probability that a unit takes part in one step (1 without sampling).
         population: number of units sampled from (FIXED_SIZE only, else 0).

@@ -43,14 +43,18 @@ def stream(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
 
 
 class NoiseSource:
-    """Standard normal samples from an AES-256-CTR keystream; one object per client and round.
+    """Normal and Laplace samples from an AES-256-CTR keystream; one object per client and round.
 
     Two uniforms of 53 bits make two normals by the transform of Box and Muller (1958,
     doi:10.1214/aoms/1177706645). The first uniform lies in (0, 1], so no sample is infinite; no
     sample exceeds sqrt(106 ln 2) = 8.58, which cuts off a probability below 2**-53 per pair.
 
+    A Laplace sample is the inverse of its distribution function at one uniform of 54 bits: a sign,
+    and 53 bits that are exact in float64 and never 0. None exceeds 53 ln 2 = 36.7, which cuts off a
+    probability of 2**-53.
+
     Guarantee:
-        With an OS source, samples cannot be told from independent normals (rounded to float64)
+        With an OS source, samples cannot be told from independent ones (rounded to float64)
         by anybody who lacks the key, as long as AES-256 is a pseudorandom function; no two sources
         share a key, nor does a forked child go on with its parent's. Not covered: attacks on the
         floating-point form of continuous noise (Mironov 2012, doi:10.1145/2382196.2382264),
@@ -93,6 +97,18 @@ class NoiseSource:
         self._check_process()
         for start in range(0, size, 2 * _BLOCK_PAIRS):
             self._fill(result[start : start + 2 * _BLOCK_PAIRS])
+        return result
+
+    def laplace(self, size: int) -> DoubleVector:
+        """Returns `size` new Laplace samples of mean 0 and scale 1 (std sqrt(2)).
+
+        Raises:
+            PrivacyError: a seeded source in a forked process, where its samples would repeat.
+        """
+        result = np.empty(size, np.float64)
+        self._check_process()
+        for start in range(0, size, 2 * _BLOCK_PAIRS):
+            self._fill_laplace(result[start : start + 2 * _BLOCK_PAIRS])
         return result
 
     def add_gaussian(self, vector_P: DoubleVector, std: float) -> None:
@@ -146,13 +162,28 @@ class NoiseSource:
         np.sin(angle[:rest], out=out[pairs:])
         out[pairs:] *= radius[:rest]
 
+    def _fill_laplace(self, out: DoubleVector) -> None:
+        """Overwrites `out` (one block at most): bit 0 is the sign, bits 11 to 63 the uniform."""
+        words = self._raw_words(out.size)
+        negative = (words & np.uint64(1)).astype(bool)
+        np.right_shift(words, np.uint64(11), out=words)
+        np.multiply(words, _STEP, out=out)
+        out += _STEP
+        np.log(out, out=out)
+        np.negative(out, out=out, where=~negative)
+
     def _words(self, count: int) -> np.typing.NDArray[np.uint64]:
         """Returns the next `count` keystream words as numbers in [0, 2**53)."""
+        words = self._raw_words(count)
+        np.right_shift(words, np.uint64(11), out=words)
+        return words
+
+    def _raw_words(self, count: int) -> np.typing.NDArray[np.uint64]:
+        """Returns the next `count` keystream words of 64 bits."""
         if self._scratch.size < count:
             self._scratch = np.empty(count, np.uint64)
         words = self._scratch[:count]
         self._context.update_into(_ZEROS[: 8 * count], words.view(np.uint8).data)
-        np.right_shift(words, np.uint64(11), out=words)
         return words
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -148,7 +148,7 @@ class DPFedAvg(Strategy):
         self.summary()
         arrays, config, result = initial_arrays, train_config or ConfigRecord(), Result()
         for round in range(self.rounds_done + 1, num_rounds + 1):
-            if not self.plan.within_budget(self.ledger.counts()):
+            if not self._within_budget(round):
                 self.status = "budget_exhausted"
                 break
             if self._must_stop(round):
@@ -175,7 +175,7 @@ class DPFedAvg(Strategy):
         Raises:
             PrivacyError: the budget does not allow this round.
         """
-        if not self.plan.within_budget(self.ledger.counts()):
+        if not self._within_budget(server_round):
             raise PrivacyError(f"round {server_round}: the privacy budget does not allow it")
         attempt = self._charges_of(server_round)
         # Before the cohort is drawn or asked: a kill from here on costs a charge, never a free
@@ -221,6 +221,12 @@ class DPFedAvg(Strategy):
     ) -> MetricRecord | None:
         """Returns None: clients report no metrics."""
         return None
+
+    def _within_budget(self, round: int) -> bool:
+        ledger = self.ledger
+        return self.plan.within_budget(
+            ledger.counts(), ledger.repeats(), again=ledger.has_round(round)
+        )
 
     def _charges_of(self, round: int) -> int:
         """Returns how often `round` was charged before: a round made again needs a new cohort."""

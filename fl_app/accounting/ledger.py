@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from fl_app.errors import LedgerError, PrivacyError
-from fl_app.privacy import PrivacyEvent
+from fl_app.privacy import PrivacyEvent, PrivacyUnit
 from fl_app.stages import LedgerEntry
 
 SCHEMA_VERSION = 1
@@ -48,8 +48,10 @@ class Ledger:
         if problems:
             raise LedgerError(f"{path}: {'; '.join(problems)}; restore it from a copy")
         self._counts: dict[PrivacyEvent, int] = {}
+        self._repeats: dict[PrivacyEvent, int] = {}
+        self._charged: set[tuple[int, PrivacyUnit]] = set()
         for entry in self._entries:
-            self._count(PrivacyEvent.from_json(entry.event))
+            self._count(entry.round, PrivacyEvent.from_json(entry.event))
 
     @classmethod
     def create(cls, path: str | Path, run_id: str) -> Ledger:
@@ -114,7 +116,7 @@ class Ledger:
             )
         self._entries += entries
         for event in events:
-            self._count(event)
+            self._count(round, event)
         return entries
 
     def entries(self) -> list[LedgerEntry]:
@@ -124,6 +126,17 @@ class Ledger:
     def counts(self) -> dict[PrivacyEvent, int]:
         """Returns how often each event was charged."""
         return dict(self._counts)
+
+    def repeats(self) -> dict[PrivacyEvent, int]:
+        """Returns how many of `counts` came when the round had been charged at that unit before.
+
+        That is what a kill leaves: the resumed run asks the same clients once more.
+        """
+        return dict(self._repeats)
+
+    def has_round(self, round: int) -> bool:
+        """Returns whether `round` has been charged."""
+        return any((round, unit) in self._charged for unit in PrivacyUnit)
 
     @property
     def run_id(self) -> str:
@@ -177,8 +190,11 @@ class Ledger:
     ) -> None:
         self.close()
 
-    def _count(self, event: PrivacyEvent) -> None:
+    def _count(self, round: int, event: PrivacyEvent) -> None:
         self._counts[event] = self._counts.get(event, 0) + 1
+        if (round, event.unit) in self._charged:
+            self._repeats[event] = self._repeats.get(event, 0) + 1
+        self._charged.add((round, event.unit))
 
 
 def verify(path: str | Path, head: str | None = None, num_rows: int | None = None) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fl_app.accounting import rdp
@@ -17,8 +18,10 @@ from fl_app.accounting.calibration import calibrate
 from fl_app.accounting.statement import NO_NOISE, SEEDED, Row, round_event, statement_rows
 from fl_app.errors import SettingsError
 from fl_app.plugins import Accountant, Cohort
-from fl_app.privacy import Guarantee, Placement, PrivacyEvent, PrivacyUnit, Sampling
+from fl_app.privacy import Guarantee, NoiseKind, Placement, PrivacyEvent, PrivacyUnit, Sampling
 from fl_app.settings import Settings
+
+_NO_REPEATS: Mapping[PrivacyEvent, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,8 @@ class PrivacyPlan:
     """The privacy of one run: what each round charges, what that adds up to, what is allowed.
 
     Guarantee: `within_budget` is True only if the charge of one more round keeps the epsilon of the
-        bound guarantee within the target, by a valid upper bound on it.
+        bound guarantee within the target, by a valid upper bound on it (or by the claim of an
+        accountant whose `caveat` takes the epsilon out of every row).
 
     Attributes:
         accountant: the run's own accountant.
@@ -84,20 +88,40 @@ class PrivacyPlan:
         """Returns the statement after `num_rounds` charged rounds."""
         return self.guarantees_of(dict.fromkeys(self.events, num_rounds))
 
-    def guarantees_of(self, counts: Mapping[PrivacyEvent, int]) -> tuple[Guarantee, ...]:
-        """Returns the statement after the charged rounds that a ledger counts."""
-        return tuple(self._guarantee(row, counts) for row in self.rows)
+    def guarantees_of(
+        self,
+        counts: Mapping[PrivacyEvent, int],
+        repeats: Mapping[PrivacyEvent, int] = _NO_REPEATS,
+    ) -> tuple[Guarantee, ...]:
+        """Returns the statement after the charged rounds that a ledger counts.
 
-    def epsilon_after(self, counts: Mapping[PrivacyEvent, int]) -> float | None:
+        Args:
+            counts: charged rounds by event, as `Ledger.counts` gives them.
+            repeats: how many of them charged a round again, as `Ledger.repeats` gives them.
+        """
+        return tuple(self._guarantee(row, counts, repeats) for row in self.rows)
+
+    def epsilon_after(
+        self,
+        counts: Mapping[PrivacyEvent, int],
+        repeats: Mapping[PrivacyEvent, int] = _NO_REPEATS,
+    ) -> float | None:
         """Returns the spent epsilon of the bound guarantee; None if there is no guarantee.
 
         Args:
             counts: charged rounds by event, as `Ledger.counts` gives them.
+            repeats: how many of them charged a round again, as `Ledger.repeats` gives them.
         """
         row = self._bound_row
-        return None if row is None else self._guarantee(row, counts).epsilon
+        return None if row is None else self._guarantee(row, counts, repeats).epsilon
 
-    def within_budget(self, counts: Mapping[PrivacyEvent, int]) -> bool:
+    def within_budget(
+        self,
+        counts: Mapping[PrivacyEvent, int],
+        repeats: Mapping[PrivacyEvent, int] = _NO_REPEATS,
+        *,
+        again: bool = False,
+    ) -> bool:
         """Returns whether one more round stays within the target; True without a target.
 
         Cheap bounds may accept: the planned epsilon while no more than the whole run is charged,
@@ -105,12 +129,16 @@ class PrivacyPlan:
 
         Args:
             counts: the rounds charged so far by event, as `Ledger.counts` gives them.
+            repeats: how many of them charged a round again, as `Ledger.repeats` gives them.
+            again: True if the round to come has been charged before.
         """
         event = self.bound_event
         if self.target_epsilon is None or event is None:
             return True
         after = {**counts, event: counts.get(event, 0) + 1}
-        composed = self._composed(after, event)
+        if again:
+            repeats = {**repeats, event: repeats.get(event, 0) + 1}
+        composed = self._composed(after, event, repeats)
         return self._cheaply_within(composed, event) or (
             self._epsilon(self.accountant, composed) <= self.target_epsilon
         )
@@ -123,7 +151,8 @@ class PrivacyPlan:
         if self.bound_unit is PrivacyUnit.CLIENT:
             return self.mechanism_clipping_norm, self.noise_std_of_sum or 0.0
         norm, z = self.training_clipping_norm, self.training_noise_multiplier
-        return norm, 0.0 if norm is None or z is None else norm * z
+        std = self._std_per_scale(PrivacyUnit.RECORD)
+        return norm, 0.0 if norm is None or z is None else norm * z * std
 
     @property
     def noise_std_of_sum(self) -> float | None:
@@ -134,6 +163,7 @@ class PrivacyPlan:
         if self.mechanism_clipping_norm is None or self.mechanism_noise_multiplier is None:
             return None
         std = self.mechanism_noise_multiplier * self.mechanism_clipping_norm
+        std *= self._std_per_scale(PrivacyUnit.CLIENT)
         local = self.placement is Placement.LOCAL
         return std * math.sqrt(self.expected_cohort) if local else std
 
@@ -170,6 +200,7 @@ class PrivacyPlan:
         if self.training_noise_multiplier is not None:
             facts["record-level noise multiplier"] = f"{self.training_noise_multiplier:.6g}"
             facts["record-level clipping norm"] = f"{self.training_clipping_norm:g}"
+            facts["record-level noise"] = self._law(PrivacyUnit.RECORD)
         if self.target_epsilon is not None and self.epsilon_of is not None:
             facts["budget"] = (
                 f"epsilon {self.target_epsilon:g} at delta {self.target_delta:g} over "
@@ -214,22 +245,29 @@ class PrivacyPlan:
     def _cheaply_within(self, composed: Mapping[PrivacyEvent, int], event: PrivacyEvent) -> bool:
         """Returns True if a bound that costs little already shows that `composed` is allowed."""
         target = math.inf if self.target_epsilon is None else self.target_epsilon
-        planned = self._composed({event: self.num_rounds}, event)
+        planned = self._composed({event: self.num_rounds}, event, _NO_REPEATS)
         as_planned = all(count <= planned.get(e, 0) for e, count in composed.items())
         if as_planned and self._epsilon(self.accountant, planned) <= target:
             return True
+        if not self.accountant.rdp_may_accept:
+            return False
         loose = rdp.Rdp()
         bounded = all(loose.refusal(e) is None for e in composed)
         return bounded and self._epsilon(loose, composed) <= target
 
-    def _guarantee(self, row: Row, counts: Mapping[PrivacyEvent, int]) -> Guarantee:
+    def _guarantee(
+        self, row: Row, counts: Mapping[PrivacyEvent, int], repeats: Mapping[PrivacyEvent, int]
+    ) -> Guarantee:
         epsilon, assumptions = math.inf, row.assumptions
         if self.seeded_noise:
             assumptions = (SEEDED,)
         elif row.event is not None:
-            epsilon = self._epsilon(self.accountant, self._composed(counts, row.event))
+            composed = self._composed(counts, row.event, repeats)
+            epsilon = self._epsilon(self.accountant, composed)
             if row.event.noise_multiplier == 0:
                 assumptions = (NO_NOISE,)
+            elif caveat := self.accountant.caveat(composed, self.target_delta):
+                epsilon, assumptions = math.inf, (caveat,)
         finite = math.isfinite(epsilon)
         return Guarantee(
             unit=row.unit,
@@ -242,17 +280,42 @@ class PrivacyPlan:
         )
 
     def _composed(
-        self, counts: Mapping[PrivacyEvent, int], event: PrivacyEvent
+        self,
+        counts: Mapping[PrivacyEvent, int],
+        event: PrivacyEvent,
+        repeats: Mapping[PrivacyEvent, int],
     ) -> dict[PrivacyEvent, int]:
-        """Returns how often each charged event of `event`'s unit is composed for one unit."""
-        return {
-            charged: _compositions(self.cohort, charged, count)
-            for charged, count in counts.items()
-            if charged.unit is event.unit and count
-        }
+        """Returns how often each charged event of `event`'s unit is composed for one unit.
+
+        The sampler says in how many rounds in a row one client can be asked. Two things could make
+        that too few, and are counted in full: a round charged again (its clients may have been
+        asked again), and rounds of several events (all those of one may be rounds of one client).
+        """
+        charged = {e: count for e, count in counts.items() if e.unit is event.unit and count}
+        first = {e: count - repeats.get(e, 0) for e, count in charged.items()}
+        num_rounds = sum(first.values())
+        composed = {}
+        for e, count in charged.items():
+            asked = _compositions(self.cohort, e, num_rounds, self.population)
+            composed[e] = min(first[e], asked) + count - first[e]
+        return composed
 
     def _epsilon(self, accountant: Accountant, composed: Mapping[PrivacyEvent, int]) -> float:
         return accountant.epsilon(composed, self.target_delta)
+
+    def _noise_kind(self, unit: PrivacyUnit) -> NoiseKind:
+        kinds = [event.noise for event in self.events if event.unit is unit]
+        return kinds[0] if kinds else NoiseKind.GAUSSIAN
+
+    def _std_per_scale(self, unit: PrivacyUnit) -> float:
+        """Returns the std of `unit`'s noise of scale 1."""
+        return self._noise_kind(unit).std_per_scale
+
+    def _law(self, unit: PrivacyUnit) -> str:
+        """Returns what `unit`'s noise is and what its multiplier means."""
+        if self._noise_kind(unit) is NoiseKind.LAPLACE:
+            return "laplace, scale = multiplier x L1 clipping norm"
+        return "gaussian, std = multiplier x L2 clipping norm"
 
     def _step_noise_std(self) -> float | None:
         """Std of the record-level noise on one step's mean gradient."""
@@ -261,6 +324,7 @@ class PrivacyPlan:
         return (
             self.training_noise_multiplier
             * (self.training_clipping_norm or 0.0)
+            * self._std_per_scale(PrivacyUnit.RECORD)
             / (self.expected_batch)
         )
 
@@ -309,8 +373,22 @@ def make_plan(
         training_clipping_norm=_clipping_norm(settings.training, training_z),
         expected_batch=batch_rate * nominal_rows if known else None,  # type: ignore[operator]
         placement=settings.mechanism.placement,
-        warnings=_warnings(settings, nominal_rows, mechanism_z, training_z),
+        warnings=(
+            *_warnings(settings, nominal_rows, mechanism_z, training_z),
+            *_caveats(settings, rows),
+        ),
     )
+
+
+def _caveats(settings: Settings, rows: tuple[Row, ...]) -> list[str]:
+    """Returns why the accountant's numbers for the whole run are no bounds, if they are not."""
+    num_rounds, population = settings.run.num_rounds, settings.federation.population
+    found: dict[str, None] = {}
+    for event in dict.fromkeys(row.event for row in rows if row.event is not None):
+        composed = {event: _compositions(settings.cohort, event, num_rounds, population)}
+        if caveat := settings.accountant.caveat(composed, settings.privacy.target_delta):
+            found[caveat] = None
+    return list(found)
 
 
 def _noise_multiplier(settings: Settings, unit: PrivacyUnit) -> float | None:
@@ -325,19 +403,22 @@ def _noise_multiplier(settings: Settings, unit: PrivacyUnit) -> float | None:
 
     def whole_run(noise_multiplier: float) -> dict[PrivacyEvent, int]:
         event = round_event(settings, unit, noise_multiplier)
-        return {} if event is None else {event: _compositions(settings.cohort, event, num_rounds)}
+        if event is None:
+            return {}
+        population = settings.federation.population
+        return {event: _compositions(settings.cohort, event, num_rounds, population)}
 
     return calibrate(settings.accountant, whole_run, target, settings.privacy.target_delta)
 
 
-def _compositions(cohort: Cohort, event: PrivacyEvent, num_rounds: int) -> int:
-    """Returns how often `event` is composed for one unit when `num_rounds` rounds were charged.
+def _compositions(cohort: Cohort, event: PrivacyEvent, num_rounds: int, population: int) -> int:
+    """Returns how often `event` is composed for one unit in `num_rounds` rounds in a row.
 
     With amplification by client sampling every round counts; without, only the rounds in which one
     client can have been asked.
     """
     amplified = event.unit is PrivacyUnit.CLIENT and event.sampling is not Sampling.NONE
-    return num_rounds if amplified else cohort.max_participations(num_rounds)
+    return num_rounds if amplified else cohort.max_participations(num_rounds, population)
 
 
 def _clipping_norm(owner: object, noise_multiplier: float | None) -> float | None:

@@ -12,13 +12,20 @@ import numpy as np
 from dp_accounting.pld import privacy_loss_distribution as pld
 
 from fl_app import checks
-from fl_app.accounting import gaussian, rdp
+from fl_app.accounting import rdp
+from fl_app.accounting.steps import (
+    EXP_LIMIT,
+    fits,
+    pure_epsilon,
+    sensitivity_multiplier,
+    step_counts,
+)
 from fl_app.errors import AccountingError
 from fl_app.plugins import Accountant
-from fl_app.privacy import PrivacyEvent, Sampling
+from fl_app.privacy import NoiseKind, PrivacyEvent, Sampling
 
-# One step: noise std / sensitivity, sampling rate, how often it is composed.
-_Step = tuple[float, float, int]
+# One step: noise law, noise scale / sensitivity, sampling rate, how often it is composed.
+_Step = tuple[NoiseKind, float, float, int]
 
 # Grid / loss scale of one step. At _FINE the grid adds less than 1e-4 of epsilon, a finer one is
 # wasted; above _COARSE it adds more than 1e-3, soon as much as epsilon itself.
@@ -38,8 +45,9 @@ class Pld(Accountant):
     et al. (2022, arXiv:2207.04380).
 
     Guarantee: an upper bound on epsilon under the relation of the events.
-        POISSON with ADD_OR_REMOVE_ONE; unsampled with any relation (REPLACE_ONE: half the noise
-        multiplier under ADD_OR_REMOVE_ONE). Whatever grid is used, the bound holds.
+        Gaussian and Laplace noise; POISSON with ADD_OR_REMOVE_ONE; unsampled with any relation
+        (REPLACE_ONE: half the noise multiplier under ADD_OR_REMOVE_ONE). Whatever grid is used, the
+        bound holds. With Laplace noise never above the sum of the single epsilons at delta 0.
 
     Attributes:
         discretization: grid of privacy losses (nats). The one used is that times a power of two:
@@ -53,13 +61,13 @@ class Pld(Accountant):
         checks.positive("accountant.discretization", self.discretization, "use 1.0e-4")
 
     def refusal(self, event: PrivacyEvent) -> str | None:
-        """Returns None for Gaussian events, unsampled or Poisson-sampled."""
+        """Returns None for Gaussian and Laplace events, unsampled or Poisson-sampled."""
         if event.sampling is Sampling.FIXED_SIZE:
             return (
                 "cannot bound fixed-size sampling; set accountant=rdp, or drop the credit for it "
                 "with cohort.amplification=false, or choose cohort=poisson"
             )
-        return gaussian.refusal(event)
+        return fits(event)
 
     def epsilon(self, events: Mapping[PrivacyEvent, int], delta: float) -> float:
         """Returns the bound; tens of milliseconds for one more of an event that was seen before.
@@ -67,7 +75,7 @@ class Pld(Accountant):
         Raises:
             AccountingError: an event that `refusal` names, or a delta too small for the arithmetic.
         """
-        steps = gaussian.step_counts(self, events, delta)
+        steps = step_counts(self, events, delta)
         if delta < _SMALLEST_DELTA:
             raise AccountingError(
                 f"privacy.target_delta={delta}: accountant=pld resolves {_SMALLEST_DELTA} and "
@@ -77,30 +85,45 @@ class Pld(Accountant):
             return 0.0
         if any(event.noise_multiplier == 0 for event in steps):
             return math.inf
+        # The library's exp(loss) breaks around a loss of 720; any valid bound will do there.
+        if any(1 / sensitivity_multiplier(event) > EXP_LIMIT for event in steps if _pure(event)):
+            return _loose(steps, delta)
         epsilon = _epsilon(_merged(steps), _grid(steps, self.discretization), delta)
-        # The library's exp(-loss) underflows around a loss of 720; any valid bound will do there.
-        return epsilon if math.isfinite(epsilon) else rdp.Rdp().epsilon(steps, delta)
+        if math.isfinite(epsilon) and not any(_pure(event) for event in steps):
+            return epsilon
+        return min(epsilon, _loose(steps, delta))
 
 
 def _merged(steps: Mapping[PrivacyEvent, int]) -> tuple[_Step, ...]:
     """Returns the steps with all unsampled Gaussians as one: their (1/z)^2 add up."""
-    sampled = [
-        (gaussian.sensitivity_multiplier(event), event.sampling_rate, count)
+    plain = [event for event in steps if not _pure(event) and event.sampling_rate == 1]
+    rest = [
+        (event.noise, sensitivity_multiplier(event), event.sampling_rate, count)
         for event, count in steps.items()
-        if event.sampling_rate < 1
+        if event not in plain
     ]
-    precision = math.fsum(
-        count / gaussian.sensitivity_multiplier(event) ** 2
-        for event, count in steps.items()
-        if event.sampling_rate == 1
-    )
-    plain = [(precision**-0.5, 1.0, 1)] if precision else []
-    return tuple(sorted(sampled + plain))
+    precision = math.fsum(steps[event] / sensitivity_multiplier(event) ** 2 for event in plain)
+    merged = [(NoiseKind.GAUSSIAN, precision**-0.5, 1.0, 1)] if precision else []
+    return tuple(sorted(rest + merged))
+
+
+def _pure(event: PrivacyEvent) -> bool:
+    return event.noise is NoiseKind.LAPLACE
+
+
+def _loose(steps: Mapping[PrivacyEvent, int], delta: float) -> float:
+    """Returns a valid bound in closed form: RDP of the Gaussians plus the Laplaces' pure epsilon.
+
+    The sum is basic composition, with all of delta for the Gaussians.
+    """
+    pure = math.fsum(count * pure_epsilon(event) for event, count in steps.items() if _pure(event))
+    gaussians = {event: count for event, count in steps.items() if not _pure(event)}
+    return pure + rdp.Rdp().epsilon(gaussians, delta)
 
 
 def _grid(steps: Mapping[PrivacyEvent, int], usual: float) -> float:
     """Returns the grid of losses: `usual` times a power of two."""
-    scale = min(_loss_scale(z, rate) for z, rate, _ in _merged(steps))
+    scale = min(_loss_scale(noise, z, rate) for noise, z, rate, _ in _merged(steps))
     wanted = max(scale * _FINE, min(usual, scale * _COARSE))
     grid = usual * 2.0 ** math.floor(math.log2(wanted / usual))
     while _loss_range(steps) / grid > _MAX_POINTS:
@@ -108,21 +131,32 @@ def _grid(steps: Mapping[PrivacyEvent, int], usual: float) -> float:
     return grid
 
 
-def _loss_scale(z: float, rate: float) -> float:
-    """Returns about the standard deviation of one step's loss.
+def _loss_scale(noise: NoiseKind, z: float, rate: float) -> float:
+    """Returns about the standard deviation of one step's loss; a 16th of it for Laplace noise.
 
-    That is 1/z unsampled. Sampled: of the likelihood ratio 1 + rate (exp(x/z^2 - 1/(2z^2)) - 1).
+    (A Laplace loss has its mass at two points, which a grid as coarse as a Gaussian's moves more.)
+
+    That is 1/z unsampled. Sampled: of the likelihood ratio 1 + rate (ratio of the noises - 1),
+    whose variance is rate^2 times the chi-square divergence of the two noises.
     """
-    precision = 1 / z**2
-    if rate == 1 or precision > 100:
-        return 1 / z
-    return min(1 / z, rate * math.sqrt(math.expm1(precision)))
+    laplace = noise is NoiseKind.LAPLACE
+    widest = 1 / (16 * z) if laplace else 1 / z
+    if rate == 1 or 1 / z > 10:
+        return widest
+    if laplace:
+        chi_square = ((2 * math.exp(1 / z) + math.exp(-2 / z)) / 3 - 1) / 256
+    else:
+        chi_square = math.expm1(1 / z**2)
+    return min(widest, rate * math.sqrt(chi_square))
 
 
 def _loss_range(steps: Mapping[PrivacyEvent, int]) -> float:
     """Returns about how far the loss reaches, one step and composed: bounds memory, not privacy."""
-    composed = rdp.Rdp().epsilon(steps, _TAIL_MASS)
-    single = max(0.5 / z**2 + 10 / z for z, _, _ in _merged(steps))
+    composed = _loose(steps, _TAIL_MASS)
+    single = max(
+        1 / z if noise is NoiseKind.LAPLACE else 0.5 / z**2 + 10 / z
+        for noise, z, _, _ in _merged(steps)
+    )
     return 2 * max(composed, single)
 
 
@@ -136,12 +170,14 @@ def _epsilon(steps: tuple[_Step, ...], grid: float, delta: float) -> float:
 
 
 @functools.lru_cache(maxsize=4)
-def _composed(z: float, rate: float, count: int, grid: float) -> Any:
-    return _single(z, rate, grid).self_compose(count)
+def _composed(noise: NoiseKind, z: float, rate: float, count: int, grid: float) -> Any:
+    return _single(noise, z, rate, grid).self_compose(count)
 
 
 @functools.lru_cache(maxsize=4)
-def _single(z: float, rate: float, grid: float) -> Any:
+def _single(noise: NoiseKind, z: float, rate: float, grid: float) -> Any:
+    if noise is NoiseKind.LAPLACE:
+        return pld.from_laplace_mechanism(z, value_discretization_interval=grid, sampling_prob=rate)
     return pld.from_gaussian_mechanism(z, value_discretization_interval=grid, sampling_prob=rate)
 
 

@@ -13,9 +13,9 @@ import dp_accounting
 import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
 
-from fl_app.accounting import gaussian
+from fl_app.accounting.steps import fits, sensitivity_multiplier, step_counts
 from fl_app.plugins import Accountant
-from fl_app.privacy import PrivacyEvent, Sampling
+from fl_app.privacy import NoiseKind, PrivacyEvent, Sampling
 from fl_app.stages import DoubleVector
 
 # The library's sums carry errors of about this size per order. A smaller (or negative) result would
@@ -38,11 +38,16 @@ class Rdp(Accountant):
 
     def refusal(self, event: PrivacyEvent) -> str | None:
         """Returns None for every Gaussian event whose sampling fits its relation."""
-        return gaussian.refusal(event)
+        if event.noise is not NoiseKind.GAUSSIAN:
+            return (
+                f"cannot bound {event.noise} noise; set accountant=pld, or accountant=simple for "
+                "the sum of the single epsilons, or choose Gaussian noise"
+            )
+        return fits(event)
 
     def epsilon(self, events: Mapping[PrivacyEvent, int], delta: float) -> float:
         """Returns the bound; milliseconds once each distinct event has been seen."""
-        steps = gaussian.step_counts(self, events, delta)
+        steps = step_counts(self, events, delta)
         if not steps:
             return 0.0
         if any(event.noise_multiplier == 0 for event in steps):
@@ -57,7 +62,7 @@ class Rdp(Accountant):
 def _step_rdp(event: PrivacyEvent) -> DoubleVector:
     """Returns the Renyi divergence of one step at each default order (inf where it is unknown)."""
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    step = dp_accounting.GaussianDpEvent(gaussian.sensitivity_multiplier(event))
+    step = dp_accounting.GaussianDpEvent(sensitivity_multiplier(event))
     if event.sampling is Sampling.POISSON:
         step = dp_accounting.PoissonSampledDpEvent(event.sampling_rate, step)
     elif event.sampling is Sampling.FIXED_SIZE:

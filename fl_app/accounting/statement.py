@@ -19,7 +19,6 @@ from fl_app.settings import Settings, client_event
 
 NO_NOISE = "nothing adds noise"
 SEEDED = "NOT PRIVATE: run.seeded_noise=true, whoever knows run.seed can take the noise off again"
-FLOATING_POINT = "floating-point noise is taken for the continuous Gaussian that it approximates"
 REGISTRY = "the population is a fixed public registry of clients, offline ones included"
 DISJOINT = "clients' data are disjoint; the number is that of the worst client"
 
@@ -91,6 +90,7 @@ def _central_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> l
         REGISTRY,
         "an honest server adds the noise once to every sum and drops the un-noised sum at once",
         *_sampling_assumptions(event, simulated),
+        *_schedule_assumptions(settings, event),
         *_relation_assumptions(event),
     ]
     if settings.federation.on_missing == "skip":
@@ -100,7 +100,7 @@ def _central_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> l
         )
     unit, relation = PrivacyUnit.CLIENT, event.relation
     return [
-        _row(unit, View.OBSERVER, relation, event, *assumptions, FLOATING_POINT),
+        _row(unit, View.OBSERVER, relation, event, *assumptions, _floating_point(event)),
         _row(unit, View.SERVER, relation, None, "the server sees clipped updates without noise"),
     ]
 
@@ -115,6 +115,14 @@ def _sampling_assumptions(event: PrivacyEvent, simulated: bool) -> list[str]:
         "hidden from the observer",
     }[event.sampling]
     return [hidden, *_stream_assumptions(simulated, "cohorts")]
+
+
+def _schedule_assumptions(settings: Settings, event: PrivacyEvent) -> list[str]:
+    """Returns what an un-amplified count of fewer rounds than there are rests on."""
+    num_rounds = settings.run.num_rounds
+    most = settings.cohort.max_participations(num_rounds, settings.federation.population)
+    scheduled = event.sampling is Sampling.NONE and most < num_rounds
+    return [_asked(settings, "a client")] if scheduled else []
 
 
 def _stream_assumptions(simulated: bool, what: str) -> list[str]:
@@ -138,10 +146,10 @@ def _local_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
     fewest = (
         "un-amplified, at the fewest honest contributors: one (the noise shows how many there are)"
     )
-    unit, relation = PrivacyUnit.CLIENT, event.relation
+    unit, relation, smooth = PrivacyUnit.CLIENT, event.relation, _floating_point(event)
     return [
-        _row(unit, View.SERVER, relation, event, REGISTRY, own, asked, FLOATING_POINT),
-        _row(unit, View.OBSERVER, relation, event, REGISTRY, own, asked, fewest, FLOATING_POINT),
+        _row(unit, View.SERVER, relation, event, REGISTRY, own, asked, smooth),
+        _row(unit, View.OBSERVER, relation, event, REGISTRY, own, asked, fewest, smooth),
     ]
 
 
@@ -158,14 +166,20 @@ def _record_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> li
         )
         assumptions += _stream_assumptions(simulated, "batches")
     after = "the released models are computed from what the server sees (post-processing)"
-    unit, relation = PrivacyUnit.RECORD, event.relation
+    unit, relation, smooth = PrivacyUnit.RECORD, event.relation, _floating_point(event)
     return [
-        _row(unit, View.SERVER, relation, event, *assumptions, FLOATING_POINT),
-        _row(unit, View.OBSERVER, relation, event, after, *assumptions, FLOATING_POINT),
+        _row(unit, View.SERVER, relation, event, *assumptions, smooth),
+        _row(unit, View.OBSERVER, relation, event, after, *assumptions, smooth),
     ]
+
+
+def _floating_point(event: PrivacyEvent) -> str:
+    law = event.noise.capitalize()
+    return f"floating-point noise is taken for the continuous {law} that it approximates"
 
 
 def _asked(settings: Settings, who: str) -> str:
     num_rounds = settings.run.num_rounds
-    most = settings.cohort.max_participations(num_rounds)
-    return f"{who} is charged for every round it can be asked in: {most} of {num_rounds}"
+    most = settings.cohort.max_participations(num_rounds, settings.federation.population)
+    text = f"{who} is charged for every round it can be asked in: {most} of {num_rounds}"
+    return text if most == num_rounds else f"{text}, as the server keeps to the public schedule"

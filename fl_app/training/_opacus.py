@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from fl_app.errors import ModelError
+from fl_app.privacy import NoiseKind
 from fl_app.rng import NoiseSource
 from fl_app.stages import InputSpec
 
@@ -179,8 +180,9 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
     """Opacus' optimizer with our noise, a fixed denominator, and zero for what is not finite.
 
     Guarantee:
-        Each step's gradient is (sum of per-sample gradients, each of L2 norm <= C up to float32
-        rounding, + noise of std z C from `noise`) / `denominator`. RECORD, ADD_OR_REMOVE_ONE.
+        Each step's gradient is (sum of per-sample gradients, each of norm <= C up to float32
+        rounding, + noise of scale z C from `noise`) / `denominator`. RECORD, ADD_OR_REMOVE_ONE.
+        GAUSSIAN: the L2 norm, std z C. LAPLACE: the L1 norm, scale b = z C.
         torch's generators are not touched. The un-noised sum is dropped when the noise is in.
         - a per-sample gradient with a NaN, an infinity or an overflowing norm: zero;
         - an empty batch: noise alone, counted;
@@ -199,6 +201,7 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
         clipping_norm: float,
         denominator: float,
         noise: NoiseSource,
+        kind: NoiseKind = NoiseKind.GAUSSIAN,
     ) -> None:
         super().__init__(
             optimizer,
@@ -210,11 +213,14 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
         self.num_noisy_steps = 0
         self.num_rows = 0
         self._noise = noise
+        self._kind = kind
 
     def clip_and_accumulate(self) -> None:
         """Adds the clipped per-sample gradients of this (part of a) batch to the sum."""
         grads = self.grad_samples
-        norms_B = torch.stack([g.flatten(1).norm(2, dim=1) for g in grads], dim=1).norm(2, dim=1)
+        order = 1 if self._kind is NoiseKind.LAPLACE else 2
+        norms = [g.flatten(1).norm(order, dim=1) for g in grads]
+        norms_B = torch.stack(norms, dim=1).norm(order, dim=1)
         factors_B = (self.max_grad_norm / (norms_B + 1e-6)).clamp(max=1.0)
         broken_B = ~torch.isfinite(norms_B)
         if bool(broken_B.any()):
@@ -230,9 +236,9 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
 
     def add_noise(self) -> None:
         """Turns the sum into the noised gradient; one noise vector [P] serves all parameters."""
-        std = self.noise_multiplier * self.max_grad_norm
+        scale = self.noise_multiplier * self.max_grad_norm
         sizes = [parameter.numel() for parameter in self.params]
-        noises = _cut(self._noise, sizes, std) if std > 0 else [None] * len(sizes)
+        noises = self._draw(sizes, scale) if scale > 0 else [None] * len(sizes)
         for parameter, noise in zip(self.params, noises, strict=True):
             total = parameter.summed_grad
             if noise is not None:
@@ -246,17 +252,17 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
         for parameter in self.params:
             parameter.grad /= self.expected_batch_size
 
+    def _draw(self, sizes: list[int], scale: float) -> tuple[torch.Tensor, ...]:
+        laplace = self._kind is NoiseKind.LAPLACE
+        drawn_P = (self._noise.laplace if laplace else self._noise.gaussian)(sum(sizes))
+        drawn_P *= scale
+        return torch.split(torch.from_numpy(drawn_P).float(), sizes)
+
     def _get_flat_grad_sample(self, p: torch.Tensor) -> torch.Tensor:
         if getattr(p, "grad_sample", None) is None:
             return p.new_zeros((self.num_rows, *p.shape))
         grads: torch.Tensor = super()._get_flat_grad_sample(p)
         return grads
-
-
-def _cut(noise: NoiseSource, sizes: list[int], std: float) -> tuple[torch.Tensor, ...]:
-    drawn_P = noise.gaussian(sum(sizes))
-    drawn_P *= std
-    return torch.split(torch.from_numpy(drawn_P).float(), sizes)
 
 
 def _like(flags_B: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

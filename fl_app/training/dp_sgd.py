@@ -29,10 +29,11 @@ class DpSgd(Training):
     """A public number of noisy steps, each on a fresh Poisson batch of the client's rows.
 
     Guarantee:
-        One call is `local_steps` Poisson-sampled Gaussian mechanisms (RECORD, ADD_OR_REMOVE_ONE,
-        against the SERVER): rate `batch_rate`, sensitivity `clipping_norm`, noise std z
-        `clipping_norm` on the sum, public denominator batch_rate * nominal rows. Learning rate,
-        momentum and weight decay act on noised values only. Not covered: the network's buffers
+        One call is `local_steps` Poisson-sampled Gaussian or Laplace mechanisms (RECORD,
+        ADD_OR_REMOVE_ONE, against the SERVER): rate `batch_rate`, sensitivity `clipping_norm` (L2,
+        or L1 for laplace), noise of std (laplace: scale) z `clipping_norm` on the sum, public
+        denominator batch_rate * nominal rows. Learning rate, momentum and weight decay act on
+        noised values only. Not covered: the network's buffers
         (never exchanged), the time it takes, and whoever sees the client's memory.
         - empty batches and clients without rows: noise alone, every step counted;
         - non-finite per-sample gradients count as zero.
@@ -43,8 +44,10 @@ class DpSgd(Training):
         learning_rate: of plain SGD on the noised mean gradient.
         momentum: of the client's SGD; starts from zero in every call.
         weight_decay: L2 penalty, on the current parameters.
-        clipping_norm: C, L2 norm of one row's gradient over all parameters.
-        noise_multiplier: z; None: calibrated. A call takes the job's.
+        noise: gaussian, or laplace (clips the L1 norm; only accountants pld and simple bound it).
+        clipping_norm: C, norm of one row's gradient over all parameters: L2, or L1 for laplace.
+        noise_multiplier: z, std of the sum's noise / C, or scale b / C for laplace; None:
+            calibrated. A call takes the job's.
         nominal_rows: public row count for the denominator; None: the caller derives it from public
             totals. A call takes the job's.
         physical_batch_size: most rows computed at a time (memory only); None: no limit.
@@ -56,6 +59,7 @@ class DpSgd(Training):
     learning_rate: float
     momentum: float
     weight_decay: float
+    noise: str = "gaussian"
     clipping_norm: float
     noise_multiplier: float | None
     nominal_rows: int | None
@@ -67,6 +71,7 @@ class DpSgd(Training):
     def __post_init__(self) -> None:
         checks.at_least("training.local_steps", self.local_steps, 1)
         checks.rate("training.batch_rate", self.batch_rate)
+        checks.one_of("training.noise", self.noise, tuple(NoiseKind))
         checks.positive("training.clipping_norm", self.clipping_norm)
         for name in ("learning_rate", "momentum", "weight_decay"):
             checks.non_negative(f"training.{name}", getattr(self, name))
@@ -118,7 +123,7 @@ class DpSgd(Training):
             unit=PrivacyUnit.RECORD,
             view=View.SERVER,
             relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
-            noise=NoiseKind.GAUSSIAN,
+            noise=NoiseKind(self.noise),
             noise_multiplier=noise_multiplier,
             sampling=Sampling.POISSON if self.batch_rate < 1 else Sampling.NONE,
             sampling_rate=self.batch_rate,
@@ -142,6 +147,7 @@ class DpSgd(Training):
             clipping_norm=self.clipping_norm,
             denominator=self.batch_rate * job.nominal_rows,
             noise=job.noise,
+            kind=NoiseKind(self.noise),
         )
 
     def _step(

@@ -41,7 +41,7 @@ class FullCohort(Cohort):
             noise_multiplier=noise_multiplier,
         )
 
-    def max_participations(self, num_rounds: int) -> int:
+    def max_participations(self, num_rounds: int, population: int) -> int:
         """Returns `num_rounds`."""
         return num_rounds
 

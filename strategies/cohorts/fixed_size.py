@@ -84,7 +84,7 @@ class FixedSizeCohort(Cohort):
             cohort_size=self.size if credited else 0,
         )
 
-    def max_participations(self, num_rounds: int) -> int:
+    def max_participations(self, num_rounds: int, population: int) -> int:
         """Returns `num_rounds`: chance may choose a client every time."""
         return num_rounds
 

@@ -67,7 +67,7 @@ class PoissonCohort(Cohort):
             sampling_rate=self.sampling_rate if credited else 1.0,
         )
 
-    def max_participations(self, num_rounds: int) -> int:
+    def max_participations(self, num_rounds: int, population: int) -> int:
         """Returns `num_rounds`: chance may choose a client every time."""
         return num_rounds
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 
 import dp_accounting
+import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from opacus.accountants import PRVAccountant, RDPAccountant
 from scipy.optimize import brentq
-from scipy.stats import norm
+from scipy.stats import binom, norm
 
 from fl_app.accounting.calibration import calibrate
 from fl_app.accounting.pld import Pld
 from fl_app.accounting.rdp import Rdp
+from fl_app.accounting.simple import Simple
 from fl_app.privacy import (
     NeighboringRelation,
     NoiseKind,
@@ -29,13 +31,14 @@ from fl_app.privacy import (
     View,
 )
 
-PLD, RDP = Pld(discretization=1e-4), Rdp()
+PLD, RDP, SIMPLE = Pld(discretization=1e-4), Rdp(), Simple(formula="analytic")
 BOTH = pytest.mark.parametrize("accountant", [PLD, RDP], ids=["pld", "rdp"])
 
 
 def event(
     z: float,
     *,
+    noise: NoiseKind = NoiseKind.GAUSSIAN,
     q: float = 1.0,
     relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
     steps: int = 1,
@@ -44,7 +47,7 @@ def event(
         unit=PrivacyUnit.CLIENT,
         view=View.OBSERVER,
         relation=relation,
-        noise=NoiseKind.GAUSSIAN,
+        noise=noise,
         noise_multiplier=z,
         sampling=Sampling.POISSON if q < 1 else Sampling.NONE,
         sampling_rate=q,
@@ -202,3 +205,87 @@ def test_calibrated_unsampled_noise_is_that_of_the_analytic_gaussian_mechanism()
     z = calibrate(PLD, lambda z: {event(z): 1}, 1.0, 1e-5)
     exact = brentq(lambda z: gaussian_epsilon(z, 1e-5) - 1.0, 1.0, 10.0)
     assert exact <= z <= exact * (1 + 5e-4)
+
+
+# Laplace.
+
+
+def laplace_epsilon(single: float, count: int, delta: float) -> float:
+    """Returns the exact epsilon of `count` randomized responses of epsilon `single` at `delta`.
+
+    Randomized response dominates every mechanism of that pure epsilon, Laplace included (Kairouz,
+    Oh and Viswanath 2015, arXiv:1311.0776): an upper bound on Laplace noise.
+    """
+    wins = np.arange(count + 1)
+    right = binom.pmf(wins, count, 1 / (1 + math.exp(-single)))
+    wrong = right[::-1]
+
+    def excess(epsilon: float) -> float:
+        return float(np.maximum(right - math.exp(epsilon) * wrong, 0).sum()) - delta
+
+    return float(brentq(excess, 0.0, single * count))
+
+
+def test_a_hundred_laplace_releases_of_a_tenth():
+    events = {event(10.0, noise=NoiseKind.LAPLACE): 100}
+    ours = PLD.epsilon(events, 1e-5)
+    assert ours == pytest.approx(4.22, abs=0.005)  # the scenario table of the project
+    assert 0.9 * laplace_epsilon(0.1, 100, 1e-5) < ours < laplace_epsilon(0.1, 100, 1e-5)
+
+
+def test_one_laplace_release_is_the_closed_form():
+    # delta(epsilon) = 1 - exp((epsilon - 1/b) / 2) for 0 <= epsilon <= 1/b.
+    for scale in (0.5, 1.0, 10.0):
+        exact = 1 / scale + 2 * math.log1p(-1e-3)
+        ours = PLD.epsilon({event(scale, noise=NoiseKind.LAPLACE): 1}, 1e-3)
+        assert exact - 1e-9 <= ours <= exact * (1 + 5e-4)
+
+
+@pytest.mark.parametrize(("scale", "q", "count"), [(1.0, 0.1, 100), (10.0, 0.2, 500)])
+def test_poisson_sampled_laplace_equals_the_plain_library_accountant(scale, q, count):
+    plain = PLDAccountant(value_discretization_interval=1e-5)
+    sampled = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.LaplaceDpEvent(scale))
+    plain.compose(sampled, count)
+    fine = plain.get_epsilon(1e-5)
+    ours = PLD.epsilon({event(scale, q=q, noise=NoiseKind.LAPLACE): count}, 1e-5)
+    assert fine * (1 - 1e-4) <= ours <= fine * (1 + 1e-3)
+    unsampled = PLD.epsilon({event(scale, noise=NoiseKind.LAPLACE): count}, 1e-5)
+    assert ours < unsampled / 3
+
+
+# Basic composition.
+
+
+@pytest.mark.parametrize("z", [0.3, 1.0, 4.2, 10.0, 100.0])
+@pytest.mark.parametrize("delta", [1e-3, 1e-5, 5e-7])
+def test_simple_is_the_exact_curve_of_one_gaussian_split_over_the_steps(z, delta):
+    exact = gaussian_epsilon(z, delta)
+    ours = SIMPLE.epsilon({event(z): 1}, delta)
+    assert exact - 1e-8 <= ours <= exact + 1e-7
+    assert SIMPLE.epsilon({event(z): 8}, 8 * delta) == pytest.approx(8 * ours, rel=1e-9)
+
+
+def test_simple_calibrates_the_split_of_epsilon_and_delta():
+    # 20 steps, epsilon 10: each one epsilon 0.5 at delta 5e-7, solved here without our code.
+    z = calibrate(SIMPLE, lambda z: {event(z): 20}, 10.0, 1e-5)
+    exact = brentq(lambda z: gaussian_epsilon(z, 5e-7) - 0.5, 1.0, 50.0)
+    assert exact <= z <= exact * (1 + 1e-4)
+    classic = math.sqrt(2 * math.log(1.25 / 5e-7)) / 0.5
+    assert z < classic
+    # The published run's noise: std 10.86 x 2C under REPLACE_ONE is classic at that split.
+    assert classic == pytest.approx(10.86, abs=0.005)
+
+
+def test_simple_adds_laplace_releases():
+    events = {event(10.0, noise=NoiseKind.LAPLACE): 100}
+    assert SIMPLE.epsilon(events, 1e-5) == pytest.approx(10.0, rel=1e-12)
+
+
+def test_the_published_noise_at_claimed_ten_is_worth_far_less():
+    """20 full-batch steps of std 10.86 x 2C (the project's own table: 0.75 and 1.61)."""
+    for relation, expected in (
+        (NeighboringRelation.ADD_OR_REMOVE_ONE, 0.75),
+        (NeighboringRelation.REPLACE_ONE, 1.61),
+    ):
+        events = {event(21.72, relation=relation): 20}
+        assert PLD.epsilon(events, 1e-5) == pytest.approx(expected, abs=0.006)

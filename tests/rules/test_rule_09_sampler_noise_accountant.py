@@ -54,6 +54,7 @@ def test_fixed_size_with_pld_is_refused_with_every_way_out() -> None:
         ([*FIXED, "accountant=pld", "cohort.amplification=false"], "REPLACE_ONE", 284.4),
         ([*HUNDRED, "cohort=all", "accountant=pld"], "ZERO_OUT", 91.8),
         ([*HUNDRED, "cohort=all", "accountant=rdp"], "ZERO_OUT", 96.1),
+        ([*HUNDRED, "cohort=round_robin", "accountant=pld"], "ZERO_OUT", 17.86),
     ],
 )
 def test_epsilon_of_each_sampler_after_100_rounds(

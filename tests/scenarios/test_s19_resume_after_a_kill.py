@@ -16,6 +16,14 @@ SIX = [*UNLIMITED, "run.num_rounds=6"]
 KINDS = {
     "central": [*CENTRAL, "mechanism.noise_multiplier=1"],
     "record": ["training.noise_multiplier=1"],
+    # 10 clients by turns, 6 a round: rounds 1 to 6 ask a client 4 times, round 4 twice makes 5.
+    "by turns": [
+        "mechanism=central_gaussian",
+        "mechanism.noise_multiplier=1",
+        "cohort=round_robin",
+        "cohort.size=6",
+        "cohort.fraction=null",
+    ],
 }
 
 

@@ -24,6 +24,18 @@ def is_normal(sample: np.ndarray, std: float) -> bool:
     return bool(stats.kstest(sample.astype(np.float64) / std, "norm").pvalue > FALSE_ALARM)
 
 
+def scale_within(sample: np.ndarray, scale: float) -> bool:
+    """True if the sample fits Laplace noise of `scale`: 2 sum |x| / scale is chi-square (2n)."""
+    total = 2 * float(np.sum(np.abs(sample.astype(np.float64)))) / scale
+    low, high = stats.chi2.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], df=2 * sample.size)
+    return bool(low <= total <= high)
+
+
+def is_laplace(sample: np.ndarray, scale: float) -> bool:
+    """True if the sample fits the Laplace law of mean 0 and `scale` (Kolmogorov-Smirnov)."""
+    return bool(stats.kstest(sample.astype(np.float64) / scale, "laplace").pvalue > FALSE_ALARM)
+
+
 def is_uncorrelated(first: np.ndarray, second: np.ndarray) -> bool:
     """True if two samples of independent normals fit a correlation of zero (Fisher's z)."""
     r = float(np.corrcoef(first, second)[0, 1])

@@ -44,6 +44,7 @@ def delta(num_rows: int, local_steps: int, z: float = Z, **values: object) -> np
             "learning_rate": LEARNING_RATE,
             "momentum": 0.0,
             "weight_decay": 0.0,
+            "noise": "gaussian",
             "clipping_norm": C,
             "noise_multiplier": 99.0,
             "nominal_rows": 9999,

@@ -15,6 +15,7 @@ from fl_app import plugins
 from fl_app.accounting import rdp as rdp_module
 from fl_app.accounting.pld import Pld
 from fl_app.accounting.rdp import Rdp
+from fl_app.accounting.simple import Simple
 from fl_app.errors import AccountingError, SettingsError
 from fl_app.privacy import (
     NeighboringRelation,
@@ -25,8 +26,10 @@ from fl_app.privacy import (
     View,
 )
 
-PLD, RDP = Pld(discretization=1e-4), Rdp()
+PLD, RDP, SIMPLE = Pld(discretization=1e-4), Rdp(), Simple(formula="analytic")
+CLASSIC = Simple(formula="classic")
 BOTH = pytest.mark.parametrize("accountant", [PLD, RDP], ids=["pld", "rdp"])
+ALL = pytest.mark.parametrize("accountant", [PLD, RDP, SIMPLE], ids=["pld", "rdp", "simple"])
 
 
 def event(z: float = 1.0, **changes: object) -> PrivacyEvent:
@@ -53,20 +56,20 @@ FIXED = event(
 )
 
 
-@BOTH
+@ALL
 def test_no_events_cost_nothing(accountant):
     assert accountant.epsilon({}, 1e-5) == 0.0
     assert accountant.epsilon({event(): 0, event(0.0): 0}, 1e-5) == 0.0
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("without", [event(0.0), poisson(0.0)], ids=["unsampled", "poisson"])
 def test_an_event_without_noise_has_no_guarantee(accountant, without):
     assert accountant.epsilon({without: 1}, 1e-5) == math.inf
     assert accountant.epsilon({poisson(): 5, without: 1}, 1e-5) == math.inf
 
 
-@BOTH
+@ALL
 def test_steps_multiply_the_count(accountant):
     whole = accountant.epsilon({poisson(): 40}, 1e-5)
     assert accountant.epsilon({poisson(steps=8): 5}, 1e-5) == pytest.approx(whole, rel=1e-12)
@@ -89,32 +92,68 @@ def test_unsampled_gaussians_compose_like_one_of_added_precision(accountant):
     assert both == pytest.approx(one, rel=1e-9)
 
 
-@BOTH
+@ALL
 def test_replacing_a_unit_costs_what_half_the_noise_costs(accountant):
     replaced = accountant.epsilon({event(relation=NeighboringRelation.REPLACE_ONE): 10}, 1e-5)
     assert replaced == pytest.approx(accountant.epsilon({event(0.5): 10}, 1e-5), rel=1e-12)
 
 
-@BOTH
+@ALL
 def test_zeroing_out_costs_what_leaving_out_costs(accountant):
     zeroed = accountant.epsilon({event(relation=NeighboringRelation.ZERO_OUT): 10}, 1e-5)
     assert zeroed == accountant.epsilon({event(): 10}, 1e-5)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     "refused",
     [
         poisson(relation=NeighboringRelation.ZERO_OUT),
         poisson(relation=NeighboringRelation.REPLACE_ONE),
-        event(noise=NoiseKind.LAPLACE),
+        poisson(noise=NoiseKind.LAPLACE, relation=NeighboringRelation.ZERO_OUT),
     ],
-    ids=["poisson-zero-out", "poisson-replace", "laplace"],
+    ids=["poisson-zero-out", "poisson-replace", "laplace-poisson-zero-out"],
 )
 def test_what_cannot_be_bounded_is_refused(accountant, refused):
     assert accountant.refusal(refused) is not None
     with pytest.raises(AccountingError, match=f"accountant={accountant.kind}"):
         accountant.epsilon({refused: 1}, 1e-5)
+
+
+@pytest.mark.parametrize("q", [1.0, 0.1])
+def test_rdp_refuses_laplace_noise_and_names_the_ways_out(q):
+    sampled = {"sampling": Sampling.POISSON, "sampling_rate": q} if q < 1 else {}
+    laplace = event(noise=NoiseKind.LAPLACE, **sampled)
+    assert PLD.refusal(laplace) is None
+    reason = RDP.refusal(laplace)
+    assert reason is not None
+    assert "accountant=pld" in reason
+    assert "accountant=simple" in reason
+
+
+def test_pld_has_a_bound_for_laplace_noise_of_any_scale():
+    for z in (1e-3, 1.4e-3, 1e-2, 1.0, 1e5):
+        for changes in ({}, {"sampling": Sampling.POISSON, "sampling_rate": 0.5}):
+            hardly = event(z, noise=NoiseKind.LAPLACE, **changes)
+            epsilon = PLD.epsilon({hardly: 2}, 1e-5)
+            assert 0 <= epsilon <= 2 / z * (1 + 1e-12)
+            assert z > 0.01 or epsilon > 1 / z
+
+
+def test_replacing_a_unit_costs_what_half_the_laplace_noise_costs():
+    replaced = event(2.0, noise=NoiseKind.LAPLACE, relation=NeighboringRelation.REPLACE_ONE)
+    half = event(1.0, noise=NoiseKind.LAPLACE)
+    assert PLD.epsilon({replaced: 10}, 1e-5) == PLD.epsilon({half: 10}, 1e-5)
+    assert PLD.epsilon({half: 10}, 1e-5) > PLD.epsilon(
+        {event(2.0, noise=NoiseKind.LAPLACE): 10}, 1e-5
+    )
+
+
+def test_laplace_and_gaussian_steps_compose():
+    laplace, plain = {event(10.0, noise=NoiseKind.LAPLACE): 50}, {event(5.0): 10}
+    both = PLD.epsilon(laplace | plain, 1e-5)
+    singles = [PLD.epsilon(part, 1e-5) for part in (laplace, plain)]
+    assert max(singles) < both < sum(singles)
 
 
 def test_fixed_size_is_for_rdp_and_pld_names_the_ways_out():
@@ -141,26 +180,26 @@ def test_fixed_size_of_everybody_is_no_sampling():
     assert RDP.epsilon({everybody: 7}, 1e-5) == RDP.epsilon({plain: 7}, 1e-5)
 
 
-@BOTH
+@ALL
 def test_poisson_at_rate_one_is_no_sampling(accountant):
     everybody = event(sampling=Sampling.POISSON)
     assert accountant.epsilon({everybody: 7}, 1e-5) == accountant.epsilon({event(): 7}, 1e-5)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, 2.0, math.nan])
 def test_delta_outside_zero_and_one_is_refused(accountant, delta):
     with pytest.raises(AccountingError, match="target_delta"):
         accountant.epsilon({event(): 1}, delta)
 
 
-@BOTH
+@ALL
 def test_negative_counts_are_refused(accountant):
     with pytest.raises(AccountingError, match="count=-1"):
         accountant.epsilon({event(): -1}, 1e-5)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     "other",
     [event(unit=PrivacyUnit.RECORD), event(relation=NeighboringRelation.REPLACE_ONE)],
@@ -279,10 +318,77 @@ def test_one_round_more_costs_a_small_part_of_a_plain_evaluation():
     assert ratio > 5
 
 
-@pytest.mark.parametrize("kind", ["pld", "rdp"])
+@pytest.mark.parametrize("kind", ["pld", "rdp", "simple"])
 def test_the_shipped_configuration_builds_the_accountant(kind):
     from fl_app.overrides import CONF_DIR
 
     yaml = pytest.importorskip("yaml")
     values = yaml.safe_load((CONF_DIR / "accountant" / f"{kind}.yaml").read_text())
     assert plugins.build("accountant", values).kind == kind
+
+
+# Basic composition.
+
+
+def test_simple_splits_delta_over_all_gaussian_steps_and_adds_the_epsilons():
+    single = SIMPLE.epsilon({event(30.0): 1}, 1e-5 / 20)
+    assert SIMPLE.epsilon({event(30.0): 20}, 1e-5) == pytest.approx(20 * single, rel=1e-12)
+    assert SIMPLE.epsilon({event(30.0, steps=4): 5}, 1e-5) == pytest.approx(20 * single, rel=1e-12)
+    first = SIMPLE.epsilon({event(30.0): 1}, 1e-5 / 4)
+    other = SIMPLE.epsilon({event(9.0): 1}, 1e-5 / 4)
+    mixed = SIMPLE.epsilon({event(30.0): 1, event(9.0): 3}, 1e-5)
+    assert mixed == pytest.approx(first + 3 * other, rel=1e-12)
+
+
+def test_simple_adds_laplace_epsilons_and_gives_them_no_share_of_delta():
+    laplace = event(10.0, noise=NoiseKind.LAPLACE)
+    assert SIMPLE.epsilon({laplace: 100}, 1e-5) == pytest.approx(10.0, rel=1e-12)
+    gaussian = SIMPLE.epsilon({event(30.0): 20}, 1e-5)
+    both = SIMPLE.epsilon({event(30.0): 20, laplace: 100}, 1e-5)
+    assert both == pytest.approx(gaussian + 10.0, rel=1e-12)
+
+
+def test_simple_takes_no_credit_for_sampling():
+    assert SIMPLE.epsilon({poisson(30.0): 7}, 1e-5) == SIMPLE.epsilon({event(30.0): 7}, 1e-5)
+    replaced = event(1.0, relation=NeighboringRelation.REPLACE_ONE)
+    assert SIMPLE.epsilon({FIXED: 7}, 1e-5) == SIMPLE.epsilon({replaced: 7}, 1e-5)
+
+
+@pytest.mark.parametrize("events", [{event(3.0): 50}, {poisson(1.0): 50}, {event(0.2): 3}], ids=str)
+def test_simple_is_never_below_the_tight_bound(events):
+    assert SIMPLE.epsilon(events, 1e-5) > PLD.epsilon(events, 1e-5)
+
+
+def test_simple_needs_no_care_at_the_ends():
+    assert SIMPLE.epsilon({event(1e5): 1}, 1e-2) == 0.0
+    assert 4e3 < SIMPLE.epsilon({event(1e-2): 1}, 1e-300) < 1e4
+    assert 0.5e6 < SIMPLE.epsilon({event(1e-3): 1}, 1e-5) < 0.6e6
+
+
+def test_the_classic_formula_is_a_bound_below_epsilon_one_a_step_only():
+    below, above = event(5.0), event(0.5)
+    for some in (below, above):
+        claim = math.sqrt(2 * math.log(1.25e5)) / some.noise_multiplier
+        assert CLASSIC.epsilon({some: 1}, 1e-5) == pytest.approx(claim, rel=1e-12)
+    assert CLASSIC.caveat({below: 1}, 1e-5) is None
+    assert CLASSIC.epsilon({below: 1}, 1e-5) > SIMPLE.epsilon({below: 1}, 1e-5)
+    assert "NOT a valid bound" in str(CLASSIC.caveat({above: 1}, 1e-5))
+    # And it is right to say so: with little noise the claim lies below the exact curve.
+    tiny = event(0.05)
+    assert CLASSIC.epsilon({tiny: 1}, 1e-5) < 0.5 * SIMPLE.epsilon({tiny: 1}, 1e-5)
+
+
+def test_the_classic_formula_is_marked_from_epsilon_one_on():
+    exactly_one = math.sqrt(2 * math.log(1.25e5))
+    assert CLASSIC.caveat({event(exactly_one * (1 - 1e-12)): 1}, 1e-5) is not None
+    assert CLASSIC.caveat({event(exactly_one * (1 + 1e-12)): 1}, 1e-5) is None
+    # A step's epsilon counts, at its share of delta: more steps, less delta for each.
+    assert CLASSIC.caveat({event(exactly_one * 1.01): 10}, 1e-5) is not None
+    assert CLASSIC.caveat({event(0.1, noise=NoiseKind.LAPLACE): 10}, 1e-5) is None
+    assert SIMPLE.caveat({event(0.1): 10}, 1e-5) is None
+    assert PLD.caveat({event(0.1): 10}, 1e-5) is None
+
+
+def test_an_unknown_formula_is_refused():
+    with pytest.raises(SettingsError, match=r"accountant\.formula=clasic: .*did you mean classic"):
+        Simple(formula="clasic")

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fl_app import rng
+from fl_app import plugins, rng
 from fl_app.errors import SettingsError
 from fl_app.privacy import NeighboringRelation, NoiseKind, Sampling, View
 from strategies.cohorts.all import FullCohort
 from strategies.cohorts.fixed_size import FixedSizeCohort
 from strategies.cohorts.poisson import PoissonCohort
+from strategies.cohorts.round_robin import RoundRobinCohort
 
 FALSE_ALARM = 1e-6
 
@@ -102,3 +103,64 @@ def test_full_participation_is_zero_out_without_amplification() -> None:
     assert (event.relation, event.sampling) == (NeighboringRelation.ZERO_OUT, Sampling.NONE)
     assert FullCohort().sample(7, 1, stream(1)).tolist() == list(range(7))
     assert FullCohort().expected_size(7) == 7
+
+
+def turns(cohort: RoundRobinCohort, population: int, first: int, num_rounds: int) -> np.ndarray:
+    """How often each client is asked in `num_rounds` rounds from `first` on."""
+    counts = np.zeros(population, int)
+    for r in range(first, first + num_rounds):
+        chosen = cohort.sample(population, r, stream(r))
+        assert len(set(chosen.tolist())) == len(chosen) == cohort.expected_size(population)
+        assert (np.diff(chosen) > 0).all()
+        counts[chosen] += 1
+    return counts
+
+
+@pytest.mark.parametrize(("population", "size"), [(100, 10), (10, 3), (7, 5), (7, 7), (1, 1)])
+@pytest.mark.parametrize("first", [1, 2, 5])
+def test_round_robin_asks_everybody_floor_or_ceil_of_t_times_the_fraction(
+    population: int, size: int, first: int
+) -> None:
+    cohort = RoundRobinCohort(size=size, fraction=None)
+    for num_rounds in range(1, 25):
+        counts = turns(cohort, population, first, num_rounds)
+        low = num_rounds * size // population
+        assert set(counts.tolist()) <= {low, -(-num_rounds * size // population)}
+        # The bound that the accounting composes is reached: not one too many, not one too few.
+        assert counts.max() == cohort.max_participations(num_rounds, population)
+
+
+def test_round_robin_by_fraction_is_that_many_clients_and_draws_nothing() -> None:
+    by_fraction = RoundRobinCohort(size=None, fraction=0.1)
+    by_size = RoundRobinCohort(size=10, fraction=None)
+    for r in (1, 7, 11):
+        ours = by_fraction.sample(100, r, stream(r))
+        assert ours.tolist() == by_size.sample(100, r, stream(99)).tolist()
+    # 0.1 * 100 rounds is 10.000000000000002 in some orders of multiplication.
+    assert by_fraction.max_participations(100, 100) == 10
+    assert by_fraction.max_participations(101, 100) == 11
+
+
+def test_round_robin_event_is_zero_out_without_amplification() -> None:
+    event = RoundRobinCohort(size=10, fraction=None).event(NoiseKind.LAPLACE, 1.0, 100)
+    assert (event.relation, event.sampling) == (NeighboringRelation.ZERO_OUT, Sampling.NONE)
+    assert (event.noise, event.sampling_rate) == (NoiseKind.LAPLACE, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"size": None, "fraction": None}, r"cohort\.size=null: exactly one"),
+        ({"size": 3, "fraction": 0.3}, r"cohort\.size=3: exactly one"),
+        ({"size": 0, "fraction": None}, r"cohort\.size=0: "),
+        ({"size": None, "fraction": 1.5}, r"cohort\.fraction=1\.5: "),
+        ({"size": 11, "fraction": None}, r"cohort\.size=11: .*federation\.population=10"),
+        ({"size": None, "fraction": 0.25}, r"cohort\.fraction=0\.25: .*not 2\.5 of 10.*size=2"),
+        ({"size": None, "fraction": 0.01}, r"cohort\.fraction=0\.01: .*size=1"),
+    ],
+)
+def test_round_robin_refuses_what_is_no_block_of_clients(
+    values: dict[str, object], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        plugins.build("cohort", {"kind": "round_robin"} | values).check(10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -350,3 +351,24 @@ def test_rows_can_be_read_while_another_process_holds_the_ledger(path):
         read(path)
     with pytest.raises(LedgerError, match="there is no ledger"):
         read(path.with_name("none.sqlite"))
+
+
+def test_a_round_charged_again_is_a_repeat_also_after_reopening(path):
+    with Ledger.create(path, "run") as ledger:
+        ledger.append_all(1, [CLIENT, RECORD])
+        assert ledger.repeats() == {}
+        ledger.append_all(1, [CLIENT, RECORD])
+        ledger.append_all(1, [CLIENT])
+        ledger.append_all(2, [CLIENT, RECORD])
+    with Ledger.open(path) as ledger:
+        assert ledger.counts() == {CLIENT: 4, RECORD: 3}
+        assert ledger.repeats() == {CLIENT: 2, RECORD: 1}
+        assert [ledger.has_round(r) for r in (0, 1, 2, 3)] == [False, True, True, False]
+
+
+def test_another_event_of_the_same_unit_in_a_round_is_a_repeat_too(path):
+    other = dataclasses.replace(CLIENT, noise_multiplier=9.0)
+    with Ledger.create(path, "run") as ledger:
+        ledger.append(1, CLIENT)
+        ledger.append(1, other)
+        assert ledger.repeats() == {other: 1}

@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
+from fl_app.accounting.ledger import Ledger
 from fl_app.accounting.plan import PrivacyPlan, make_plan
 from fl_app.accounting.pld import Pld
 from fl_app.accounting.rdp import Rdp
@@ -67,7 +69,7 @@ class EveryThirdRound(Cohort):
     def event(self, noise, noise_multiplier, population, *, amplified=True):
         raise NotImplementedError
 
-    def max_participations(self, num_rounds):
+    def max_participations(self, num_rounds, population):
         return -(-num_rounds // 3)
 
 
@@ -356,3 +358,146 @@ def test_summary_names_budget_and_noise():
 def test_noise_kind_and_view_of_the_events():
     (event,) = plan(*LOCAL).events
     assert (event.noise, event.view) == (NoiseKind.GAUSSIAN, View.SERVER)
+
+
+# Round-robin: only the rounds in which a client is asked compose, and none is forgotten.
+
+ROUND_ROBIN = [
+    "cohort=round_robin", "cohort.fraction=0.1", "federation.population=100",
+    "privacy.target_delta=1e-5", "run.num_rounds=100",
+]  # fmt: skip
+
+
+def worst_client(cohort: Cohort, population: int, charged: list[int]) -> int:
+    """How often the most asked client was asked in these charged rounds, by listing all."""
+    asked = [c for r in charged for c in cohort.sample(population, r, None).tolist()]
+    return max(asked.count(c) for c in range(population))
+
+
+def test_ten_of_a_hundred_by_turns_compose_ten_of_a_hundred_rounds():
+    p = plan(*CENTRAL, *ROUND_ROBIN, "privacy.target_epsilon=null")
+    observer = rows(p, 100)["CLIENT against OBSERVER"]
+    assert observer.relation is NeighboringRelation.ZERO_OUT
+    assert observer.epsilon == pytest.approx(17.86, abs=0.005)  # the scenario table of the project
+    assert any("10 of 100" in text and "schedule" in text for text in observer.assumptions)
+    local = plan(
+        *LOCAL, "mechanism.noise_multiplier=1", *ROUND_ROBIN, "privacy.target_epsilon=null"
+    )
+    assert rows(local, 100)["CLIENT against SERVER"].epsilon == observer.epsilon
+
+
+@pytest.mark.parametrize(
+    "charged",
+    [
+        [1, 1],
+        [1, 1, 1, 1],
+        [1, 2, 3, 3, 3],
+        [1, 1, 2, 2, 3, 3, 4],
+        [*range(1, 12), 11, *range(12, 21)],
+        [*range(1, 11), 10, 11, 12, 12],
+    ],
+    ids=len,
+)
+def test_rounds_charged_twice_after_a_kill_never_under_count(tmp_path, charged):
+    p = plan(*CENTRAL, *ROUND_ROBIN, "privacy.target_epsilon=null")
+    (event,) = p.events
+    own = Says(value=1.0, asked=[])
+    gated = replace(p, accountant=own, target_epsilon=0.5)
+    with Ledger.create(tmp_path / "ledger.sqlite", "run") as ledger:
+        for r in charged:
+            # The gate counts the round to come as it is counted once it is charged.
+            gated.within_budget(ledger.counts(), ledger.repeats(), again=ledger.has_round(r))
+            before = own.asked[-1]
+            ledger.append(r, event)
+            gated.epsilon_after(ledger.counts(), ledger.repeats())
+            assert before == own.asked[-1]
+        composed, repeated = own.asked[-1][event], len(charged) - len(set(charged))
+        worst = worst_client(p.cohort, 100, charged)
+        assert worst <= composed <= worst + repeated
+        # Without the repeats it would be too few.
+        if charged == [1, 1, 1, 1]:
+            gated.epsilon_after(ledger.counts())
+            assert own.asked[-1][event] == 1 < composed == 4
+
+
+def test_rounds_of_another_noise_are_all_taken_for_rounds_of_one_client():
+    p = plan(*CENTRAL, *ROUND_ROBIN, "privacy.target_epsilon=null")
+    (event,) = p.events
+    other = replace(event, noise_multiplier=3.0)
+    own = Says(value=1.0, asked=[])
+    # Rounds 1, 11 and 21 (one client's) at one noise, the others of 1 to 21 at another.
+    replace(p, accountant=own).epsilon_after({event: 3, other: 18})
+    assert own.asked == [{event: 3, other: 3}]
+
+
+def test_the_schedule_is_calibrated_for_and_gates_after_the_last_turn():
+    p = plan(*CENTRAL, "mechanism.noise_multiplier=null", *ROUND_ROBIN, "privacy.target_epsilon=5")
+    (event,) = p.events
+    once = Pld(discretization=1e-4).epsilon({event: 10}, 1e-5)
+    assert 4.99 < once <= 5.0
+    assert p.within_budget({event: 99})
+    assert not p.within_budget({event: 100})
+    assert not p.within_budget({event: 100}, {event: 1}, again=True)
+
+
+def test_laplace_noise_is_told_by_its_std_and_accounted_by_its_scale():
+    p = plan(
+        "training=dp_sgd", "training.noise=laplace", "training.clipping_norm=50",
+        "training.batch_rate=1", "training.local_steps=1", "training.noise_multiplier=10",
+        "privacy.target_epsilon=null", "privacy.target_delta=1e-5", nominal_rows=600,
+    )  # fmt: skip
+    assert rows(p, 100)["RECORD against SERVER"].epsilon == pytest.approx(4.22, abs=0.005)
+    norm, std = p.bound_noise()
+    assert (norm, std) == (50.0, pytest.approx(2**0.5 * 10 * 50))
+    assert p.signal_to_noise(400) == pytest.approx(50 / (std / 600 * 20))
+    assert p.summary()["record-level noise"].startswith("laplace, scale")
+    text = "; ".join(rows(p)["RECORD against SERVER"].assumptions)
+    assert "continuous Laplace" in text
+    assert "Gaussian" not in text
+
+
+SPLIT = [
+    *ROUND_ROBIN[2:], "cohort=round_robin", "cohort.fraction=0.2", "training=dp_sgd",
+    "training.batch_rate=1", "training.local_steps=1", "accountant=simple",
+]  # fmt: skip
+
+
+def test_the_split_is_calibrated_over_the_rounds_of_one_client():
+    p = plan(*SPLIT, "privacy.target_epsilon=10", nominal_rows=600)
+    stated = rows(p, 100)["RECORD against SERVER"]
+    assert 9.99 < stated.epsilon <= 10.0
+    assert stated.accountant == "simple"
+    assert not any("NOT" in text for text in stated.assumptions + p.warnings)
+    tight = plan(*SPLIT, "accountant=pld", "privacy.target_epsilon=10", nominal_rows=600)
+    assert p.training_noise_multiplier > 2 * tight.training_noise_multiplier
+
+
+@pytest.mark.parametrize(("target", "valid"), [(10, True), (19.9, True), (20, False), (30, False)])
+def test_the_classic_formula_states_no_epsilon_where_it_is_no_bound(target, valid):
+    p = plan(
+        *SPLIT, "accountant.formula=classic", f"privacy.target_epsilon={target}", nominal_rows=600
+    )
+    z, (event,) = p.training_noise_multiplier, p.events
+    assert z == pytest.approx((2 * np.log(1.25 / 5e-7)) ** 0.5 / (target / 20), rel=2e-4)
+    if target == 20:  # calibration ends just below: take the noise that claims 1 a step exactly
+        p = replace(p, events=(replace(event, noise_multiplier=z * (1 - 2e-4)),))
+        p = replace(p, rows=tuple(replace(row, event=p.events[0]) for row in p.rows))
+    for row in rows(p, 100).values():
+        assert row.private is valid
+        assert (row.epsilon is not None) is valid
+        assert bool(row.accountant) is valid
+        assert any("NOT a valid bound" in text for text in row.assumptions) is not valid
+    if target == 30:
+        assert any("NOT a valid bound" in text for text in p.warnings)
+        assert p.to_json()["private"] is False
+        assert p.epsilon_after({event: 100}) is None
+        assert p.within_budget({event: 99})  # the gate goes on by the claim
+        assert not p.within_budget({event: 100})
+
+
+def test_the_gate_of_the_split_does_not_accept_by_a_tighter_accountant():
+    p = plan(*SPLIT, "privacy.target_epsilon=10", nominal_rows=600)
+    (event,) = p.events
+    assert Rdp().epsilon({event: 21}, 1e-5) < 10.0
+    assert p.within_budget({event: 99})
+    assert not p.within_budget({event: 100})

@@ -28,6 +28,7 @@ DP_SGD = {
     "learning_rate": 1.0,
     "momentum": 0.0,
     "weight_decay": 0.0,
+    "noise": "gaussian",
     "clipping_norm": 0.5,
     "noise_multiplier": None,
     "nominal_rows": None,
@@ -99,7 +100,9 @@ def train(
     return training.train(make(), partition, a_job)
 
 
-def hand_written_sum(partition: ClientPartition, clipping_norm: float) -> np.ndarray:
+def hand_written_sum(
+    partition: ClientPartition, clipping_norm: float, order: int = 2
+) -> np.ndarray:
     """Returns the sum of clipped gradients at the start, one backward pass a row."""
     model, total = small_net(), 0.0
     for row in partition.rows:
@@ -107,7 +110,7 @@ def hand_written_sum(partition: ClientPartition, clipping_norm: float) -> np.nda
         inputs = torch.from_numpy(partition.table.features[[row]])
         cross_entropy(model(inputs), torch.tensor([partition.table.labels[row]])).backward()
         gradient = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
-        norm = np.linalg.norm(gradient.astype(np.float64))
+        norm = np.linalg.norm(gradient.astype(np.float64), order)
         total = total + gradient * min(1.0, clipping_norm / norm)
     return np.asarray(total)
 
@@ -196,7 +199,60 @@ def test_learning_rate_scales_noise_and_gradient_alike() -> None:
     np.testing.assert_allclose(tenth, one / 10, atol=1e-6)
 
 
+@pytest.mark.parametrize("clipping_norm", [1e-2, 3.0, 1e4])
+def test_a_laplace_step_clips_the_l1_norm_of_each_row(clipping_norm: float) -> None:
+    partition = rows_of(12)
+    got = un_noised_sum(partition, clipping_norm=clipping_norm, noise="laplace")
+    expected = hand_written_sum(partition, clipping_norm, order=1)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=3e-6)
+
+
+def test_one_record_moves_the_un_noised_sum_by_at_most_the_clipping_norm_in_l1() -> None:
+    """By brute force: each of 8 rows left out in turn, one of them a thousand times too large."""
+    values = {"noise": "laplace", "clipping_norm": 3.0}
+    partition = rows_of(8)
+    partition.table.features[5 + 3] *= 1e3
+    complete, moved, moved_l2_clipped = un_noised_sum(partition, **values), [], []
+    for left_out in range(8):
+        rows = np.delete(partition.rows, left_out)
+        rest = ClientPartition(client=2, table=partition.table, rows=rows)
+        moved.append(np.abs(complete - un_noised_sum(rest, **values)).sum())
+        l2 = {"clipping_norm": 3.0}
+        difference = un_noised_sum(partition, **l2) - un_noised_sum(rest, **l2)
+        moved_l2_clipped.append(np.abs(difference).sum())
+    assert max(moved) <= 3.0 * (1 + 1e-5)
+    assert max(moved) > 2.99
+    assert max(moved_l2_clipped) > 6.0  # negative control: L2 clipping does not bound L1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+def test_s07_a_non_finite_gradient_counts_as_zero_under_laplace_too(bad: float) -> None:
+    partition = rows_of(8)
+    rest = ClientPartition(client=2, table=partition.table, rows=np.delete(partition.rows, 3))
+    expected = un_noised_sum(rest, noise="laplace")
+    partition.table.features[5 + 3] = bad
+    np.testing.assert_allclose(un_noised_sum(partition, noise="laplace"), expected, atol=1e-6)
+
+
 # --- DP-SGD: noise and its generator
+
+
+def test_laplace_noise_is_the_jobs_source_scaled_by_z_c_over_the_denominator() -> None:
+    training = build(DP_SGD, batch_rate=0.2, noise="laplace")
+    update = train(training, rows_of(0), job(z=1.5))
+    noise = NoiseSource.seeded_from(0, "noise").laplace(len(update.delta_P))
+    np.testing.assert_allclose(update.delta_P, -1.5 * 0.5 / (0.2 * 10) * noise, atol=1e-6)
+
+
+def test_the_event_says_which_noise_it_is() -> None:
+    for noise, rate in (("gaussian", 0.2), ("laplace", 0.2), ("laplace", 1.0)):
+        event = build(DP_SGD, noise=noise, batch_rate=rate).event(3.0)
+        assert event is not None
+        assert event.noise == noise
+        assert event.noise_multiplier == 3.0
+        assert event.sampling is (Sampling.POISSON if rate < 1 else Sampling.NONE)
+    with pytest.raises(SettingsError, match=r"training\.noise=laplce: .*did you mean laplace"):
+        build(DP_SGD, noise="laplce")
 
 
 def test_noise_is_the_jobs_source_scaled_by_z_c_over_the_denominator() -> None:

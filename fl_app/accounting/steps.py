@@ -1,22 +1,24 @@
-"""What the accountants of Gaussian events share: which they bound, and at what sensitivity."""
+"""What the accountants share: which sampling fits which relation, sensitivity, and step counts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fl_app.errors import AccountingError
-from fl_app.privacy import NeighboringRelation, NoiseKind, PrivacyEvent, Sampling
+from fl_app.privacy import NeighboringRelation, PrivacyEvent, Sampling
 
 if TYPE_CHECKING:
     from fl_app.plugins import Accountant
 
+EXP_LIMIT = 700.0
+"""Beyond this exp overflows; the un-amplified epsilon is taken."""
 
-def refusal(event: PrivacyEvent) -> str | None:
-    """Returns None if `event` is Gaussian and its sampling fits its relation, else what to do."""
-    if event.noise is not NoiseKind.GAUSSIAN:
-        return f"cannot bound {event.noise} noise; choose a Gaussian mechanism"
+
+def fits(event: PrivacyEvent) -> str | None:
+    """Returns None if the sampling of `event` fits its relation, else what to do."""
     needed = {
         Sampling.POISSON: NeighboringRelation.ADD_OR_REMOVE_ONE,
         Sampling.FIXED_SIZE: NeighboringRelation.REPLACE_ONE,
@@ -30,10 +32,10 @@ def refusal(event: PrivacyEvent) -> str | None:
 
 
 def sensitivity_multiplier(event: PrivacyEvent) -> float:
-    """Returns noise std / sensitivity of one step: z, or z / 2 where a unit is replaced.
+    """Returns noise scale / sensitivity of one step: z, or z / 2 where a unit is replaced.
 
     Replacing one clipped contribution by another moves the sum by up to 2C. The halved multiplier
-    goes to the library as a plain Gaussian of sensitivity 1, never together with an option of it
+    goes to the library as plain noise at sensitivity 1, never together with an option of it
     that doubles the sensitivity once more.
     """
     halved = event.relation is NeighboringRelation.REPLACE_ONE
@@ -64,3 +66,18 @@ def step_counts(
         shown = ", ".join(sorted(f"{unit} under {relation}" for unit, relation in kinds))
         raise AccountingError(f"events={shown}: compose events of one unit and relation at a time")
     return steps
+
+
+def pure_epsilon(event: PrivacyEvent) -> float:
+    """Returns the epsilon at delta 0 of one step of Laplace noise; infinite without noise.
+
+    1 / (scale / sensitivity) unsampled (Dwork et al. 2006, doi:10.1007/11681878_14);
+    log(1 + rate (exp(that) - 1)) Poisson-sampled (Balle, Barthe and Gaboardi 2018,
+    arXiv:1807.01647, theorem 8).
+    """
+    if event.noise_multiplier == 0:
+        return math.inf
+    epsilon = 1 / sensitivity_multiplier(event)
+    if event.sampling is not Sampling.POISSON or epsilon > EXP_LIMIT:
+        return epsilon
+    return math.log1p(event.sampling_rate * math.expm1(epsilon))
