@@ -46,6 +46,23 @@ def non_negative(key: str, value: object, remedy: str = "") -> float:
     return typing.cast(float, value)
 
 
+def noise_multiplier(key: str, value: object) -> float:
+    """Returns `value` if it is 0, or from 0.001 to 1,000,000: where accountants are exact."""
+    number = number_or_none(value)
+    if number is None or not (number == 0 or 1e-3 <= number <= 1e6):
+        allowed = "must be finite and >= 0: 0, or a number from 0.001 to 1000000"
+        raise fail(key, value, allowed, "set 0 for no noise, or null to calibrate it")
+    return number
+
+
+def clipping_norm(key: str, value: object) -> float:
+    """Returns `value` if it is from 0.000001 to 1,000,000: where float32 clips exactly."""
+    number = number_or_none(value)
+    if number is None or not 1e-6 <= number <= 1e6:
+        raise fail(key, value, "must be a finite number > 0, from 0.000001 to 1000000")
+    return number
+
+
 def open_unit(key: str, value: object, remedy: str = "") -> float:
     """Returns `value` if it lies strictly between 0 and 1."""
     if number_or_none(value) is None or not 0 < typing.cast(float, value) < 1:

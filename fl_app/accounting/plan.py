@@ -201,7 +201,8 @@ class PrivacyPlan:
             facts["record-level noise multiplier"] = f"{self.training_noise_multiplier:.6g}"
             facts["record-level clipping norm"] = f"{self.training_clipping_norm:g}"
             facts["record-level noise"] = self._law(PrivacyUnit.RECORD)
-        if self.target_epsilon is not None and self.epsilon_of is not None:
+        stated = self.epsilon_of is not None and not self.seeded_noise
+        if self.target_epsilon is not None and stated:
             facts["budget"] = (
                 f"epsilon {self.target_epsilon:g} at delta {self.target_delta:g} over "
                 f"{self.num_rounds} rounds, {self.epsilon_of}"

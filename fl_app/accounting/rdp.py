@@ -14,6 +14,7 @@ import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
 
 from fl_app.accounting.steps import fits, sensitivity_multiplier, step_counts
+from fl_app.errors import AccountingError
 from fl_app.plugins import Accountant
 from fl_app.privacy import NoiseKind, PrivacyEvent, Sampling
 from fl_app.stages import DoubleVector
@@ -55,7 +56,7 @@ class Rdp(Accountant):
         orders = np.asarray(rdp_privacy_accountant.DEFAULT_RDP_ORDERS)
         total = sum(count * _step_rdp(event) for event, count in steps.items())
         epsilon, _ = rdp_privacy_accountant.compute_epsilon(orders, total, delta)
-        return max(0.0, float(epsilon))
+        return math.inf if math.isnan(epsilon) else max(0.0, float(epsilon))
 
 
 @functools.lru_cache(maxsize=64)
@@ -71,9 +72,17 @@ def _step_rdp(event: PrivacyEvent) -> DoubleVector:
             event.population, event.cohort_size, step
         )
     accountant = rdp_privacy_accountant.RdpAccountant(neighboring_relation=relation)
-    with _without_warnings_per_order():
-        accountant.compose(step)
-    curve: DoubleVector = np.maximum(accountant._rdp, _ROUND_OFF)
+    try:
+        with _without_warnings_per_order(), np.errstate(all="ignore"):
+            accountant.compose(step)
+    except (ArithmeticError, ValueError) as error:
+        raise AccountingError(
+            f"accountant=rdp: cannot bound noise_multiplier={event.noise_multiplier} "
+            f"({type(error).__name__}); choose one from 0.001 to 1000000"
+        ) from error
+    # Where the library computes no number there is no bound.
+    known = np.where(np.isnan(accountant._rdp), np.inf, accountant._rdp)
+    curve: DoubleVector = np.maximum(known, _ROUND_OFF)
     curve.flags.writeable = False
     return curve
 

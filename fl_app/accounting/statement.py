@@ -20,7 +20,11 @@ from fl_app.settings import Settings, client_event
 NO_NOISE = "nothing adds noise"
 SEEDED = "NOT PRIVATE: run.seeded_noise=true, whoever knows run.seed can take the noise off again"
 REGISTRY = "the population is a fixed public registry of clients, offline ones included"
-DISJOINT = "clients' data are disjoint; the number is that of the worst client"
+DISJOINT = (
+    "clients' data are disjoint and their split is taken as given; the number is that of the worst "
+    "client"
+)
+ONCE = "the server asks for the stated noise and clipping (nodes check) and once per charged round"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +132,11 @@ def _schedule_assumptions(settings: Settings, event: PrivacyEvent) -> list[str]:
 def _stream_assumptions(simulated: bool, what: str) -> list[str]:
     if not simulated:
         return []
-    return [f"in this simulation {what} come from run.seed, which the adversary does not know"]
+    return [
+        f"in this simulation {what} come from run.seed, which the adversary neither knows nor "
+        "guesses (the first model comes from it too); a deployment draws them from the operating "
+        "system"
+    ]
 
 
 def _relation_assumptions(event: PrivacyEvent) -> list[str]:
@@ -148,8 +156,8 @@ def _local_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
     )
     unit, relation, smooth = PrivacyUnit.CLIENT, event.relation, _floating_point(event)
     return [
-        _row(unit, View.SERVER, relation, event, REGISTRY, own, asked, smooth),
-        _row(unit, View.OBSERVER, relation, event, REGISTRY, own, asked, fewest, smooth),
+        _row(unit, View.SERVER, relation, event, REGISTRY, own, asked, ONCE, smooth),
+        _row(unit, View.OBSERVER, relation, event, REGISTRY, own, asked, ONCE, fewest, smooth),
     ]
 
 
@@ -159,6 +167,7 @@ def _record_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> li
         DISJOINT,
         "every client runs this program, and batch rate, local steps and nominal rows are public",
         _asked(settings, "a record's client") + "; no credit is taken for the sampling of clients",
+        ONCE,
     ]
     if event.sampling is not Sampling.NONE:
         assumptions.append(

@@ -32,10 +32,8 @@ class GaussianMechanism(Mechanism):
 
     def __post_init__(self) -> None:
         if self.noise_multiplier is not None:
-            checks.non_negative(
-                "mechanism.noise_multiplier", self.noise_multiplier, "set 0 for no noise"
-            )
-        checks.positive("mechanism.clipping_norm", self.clipping_norm)
+            checks.noise_multiplier("mechanism.noise_multiplier", self.noise_multiplier)
+        checks.clipping_norm("mechanism.clipping_norm", self.clipping_norm)
 
 
 def ordered_clipping_norm(order: RoundOrder) -> float:

@@ -14,6 +14,7 @@ import torch
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
+from torch.linalg import vector_norm
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +28,8 @@ _LEFTOVERS = ("summed_grad", "grad_sample", "_current_grad_sample", "_forward_co
 
 _REFUSED = "model: cannot be trained with per-sample gradients"
 _WAY_OUT = "replace that layer, or choose training=sgd with a client-level mechanism"
+_MARGIN = 1 - 2.0**-20
+"""Clipped gradients end this much below C, so that float32 does not lift them over it."""
 _PROBE_ROWS = 2
 _PROBE_SEED = 0
 
@@ -219,9 +222,13 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
         """Adds the clipped per-sample gradients of this (part of a) batch to the sum."""
         grads = self.grad_samples
         order = 1 if self._kind is NoiseKind.LAPLACE else 2
-        norms = [g.flatten(1).norm(order, dim=1) for g in grads]
-        norms_B = torch.stack(norms, dim=1).norm(order, dim=1)
-        factors_B = (self.max_grad_norm / (norms_B + 1e-6)).clamp(max=1.0)
+        # float64, and a margin: float32 norms of many parameters come out too small.
+        wide = torch.float32 if grads[0].device.type == "mps" else torch.float64
+        norms = [vector_norm(g.flatten(1), order, dim=1, dtype=wide) for g in grads]
+        norms_B = vector_norm(torch.stack(norms, dim=1), order, dim=1)
+        norms_B[norms_B > torch.finfo(torch.float32).max] = torch.inf
+        bound = self.max_grad_norm * _MARGIN
+        factors_B = (bound / norms_B).clamp(max=1.0).to(grads[0].dtype)
         broken_B = ~torch.isfinite(norms_B)
         if bool(broken_B.any()):
             factors_B[broken_B] = 0.0

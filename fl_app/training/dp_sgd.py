@@ -72,14 +72,12 @@ class DpSgd(Training):
         checks.at_least("training.local_steps", self.local_steps, 1)
         checks.rate("training.batch_rate", self.batch_rate)
         checks.one_of("training.noise", self.noise, tuple(NoiseKind))
-        checks.positive("training.clipping_norm", self.clipping_norm)
+        checks.clipping_norm("training.clipping_norm", self.clipping_norm)
         for name in ("learning_rate", "momentum", "weight_decay"):
             checks.non_negative(f"training.{name}", getattr(self, name))
         checks.rate("training.learning_rate_decay", self.learning_rate_decay)
         if self.noise_multiplier is not None:
-            checks.non_negative(
-                "training.noise_multiplier", self.noise_multiplier, "set 0 for no noise"
-            )
+            checks.noise_multiplier("training.noise_multiplier", self.noise_multiplier)
         for name in ("nominal_rows", "physical_batch_size"):
             if getattr(self, name) is not None:
                 checks.at_least(f"training.{name}", getattr(self, name), 1)
