@@ -88,12 +88,13 @@ def _explain(error: Exception, overrides: Sequence[str]) -> SettingsError:
             checks.one_of(group, choice, [p.stem for p in (CONF_DIR / group).glob("*.yaml")])
         except SettingsError as refusal:
             return refusal
-    known = _known_keys()
+    known = _known_keys(overrides)
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         refused = "Could not override" in text or "is not in struct" in text
         if refused and key not in known and key in text:
-            near = difflib.get_close_matches(key, known, n=1)
+            dotted = [k for k in known if ("." in k) == ("." in key)]
+            near = difflib.get_close_matches(key, dotted, n=1)
             tails = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
             guess = near or tails
             hint = f"did you mean {guess[0]}?" if guess else "see conf/config.yaml for all keys"
@@ -102,13 +103,14 @@ def _explain(error: Exception, overrides: Sequence[str]) -> SettingsError:
     return SettingsError("overrides: " + " ".join(lines))
 
 
-def _known_keys() -> list[str]:
-    """Returns every dotted key of the default configuration and every group name."""
+def _known_keys(overrides: Sequence[str]) -> list[str]:
+    """Returns every dotted key under the group choices in `overrides`, and every group name."""
 
     def walk(prefix: str, node: Any) -> list[str]:
         if not isinstance(node, Mapping):
             return [prefix]
         return [k for name, sub in node.items() for k in walk(f"{prefix}.{name}", sub)]
 
-    keys = walk("", compose_mapping([]))
+    choices = [o for o in overrides if o.partition("=")[0] in _GROUPS]
+    keys = walk("", compose_mapping(choices))
     return [k[1:] for k in keys] + [*plugins.PACKAGES, "experiment"]

@@ -364,6 +364,10 @@ def load(group: str, kind: object) -> type[Plugin]:
     Raises:
         SettingsError: no such plug-in.
     """
+    if kind is None:
+        raise checks.fail(
+            f"{group}.kind", kind, "must be given", "write kind: <file name> into the yaml"
+        )
     checks.one_of(f"{group}.kind", kind, kinds(group), f"add {_folder(group).name}/{kind}.py")
     plugin = importlib.import_module(f"{PACKAGES[group]}.{kind}").PLUGIN
     if not (isinstance(plugin, type) and issubclass(plugin, Plugin)):

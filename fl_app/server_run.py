@@ -199,8 +199,7 @@ def plan_of(
     if (ratio := plan.signal_to_noise(size)) is not None:
         facts["signal to noise (clipping norm / norm of the noise)"] = f"{ratio:.3g}"
     lines = [f"{label}: {value}" for label, value in facts.items()]
-    lines.append(f"after {settings.run.num_rounds} rounds:")
-    lines.append(statement(plan.guarantees(settings.run.num_rounds), plan.epsilon_of))
+    lines.append(_outlook(plan))
     lines += [f"warning: {text}" for text in plan.warnings]
     if show_partition or plot_to is not None:
         counts = _simulated_histogram(settings, data)
@@ -209,6 +208,18 @@ def plan_of(
         if plot_to is not None:
             histogram.plot(counts, plot_to)
     return PlanView(values=values, text="\n".join(lines))
+
+
+def _outlook(plan: PrivacyPlan) -> str:
+    """Returns the statement after the rounds that the budget allows, and how many those are."""
+    affordable = plan.affordable_rounds()
+    title = f"after all {plan.num_rounds} rounds:"
+    if affordable < plan.num_rounds:
+        title = (
+            f"the budget ends the run after {affordable} of {plan.num_rounds} rounds "
+            f"(epsilon {plan.target_epsilon:g} at delta {plan.target_delta:g}); by then:"
+        )
+    return f"{title}\n{statement(plan.guarantees(affordable), plan.epsilon_of)}"
 
 
 def _simulated_histogram(settings: Settings, data: LoadedData) -> IndexVector:
@@ -366,12 +377,12 @@ class _ServerRun:
     def _announce(self, roster: Roster) -> None:
         settings, say = self.settings, self.progress.say
         say(
-            f"{settings.dataset.kind} x {settings.model.kind}: {settings.federation.population} "
+            f"{getattr(settings.dataset, 'hub_id', None) or settings.dataset.kind} x "
+            f"{settings.model.kind}: {settings.federation.population} "
             f"clients on {roster.num_nodes} nodes, {settings.run.num_rounds} rounds, "
             f"training {settings.training.kind}, mechanism {settings.mechanism.kind}"
         )
-        say("After all rounds:")
-        say(statement(self.plan.guarantees(settings.run.num_rounds), self.plan.epsilon_of))
+        say(_outlook(self.plan))
         for warning in self.plan.warnings:
             say(f"warning: {warning}")
 

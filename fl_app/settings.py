@@ -147,9 +147,9 @@ class Settings:
     engine: Engine
 
     def __post_init__(self) -> None:
+        self.cohort.check(self.federation.population)  # events need a possible cohort
         problems = _run_all(
             [
-                lambda: self.cohort.check(self.federation.population),
                 self._check_unit,
                 self._check_noise,
                 self._check_weighting,

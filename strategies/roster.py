@@ -17,6 +17,8 @@ from fl_app.wire import NodeFacts
 log = logging.getLogger("dpfl")
 
 POLL_SECONDS = 0.1
+STARTING_SECONDS = 540.0
+"""How much longer simulated nodes may take for their first answer, while they import torch."""
 
 
 class Roster:
@@ -57,7 +59,7 @@ class Roster:
             self.refresh(grid)
             if self.num_nodes >= self._needed():
                 return
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline + self._patience():
                 break
             time.sleep(POLL_SECONDS)
         if self.num_nodes >= self._federation.min_nodes:
@@ -90,6 +92,11 @@ class Roster:
                 node = self._greeted.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None:
                     self._add(node, reply)
+
+    def _patience(self) -> float:
+        """Returns extra seconds for simulated nodes that are there but still starting up."""
+        starting = self._own_simulation and self._greeted and not self._nodes
+        return STARTING_SECONDS if starting else 0.0
 
     def group(self, clients: Iterable[int]) -> dict[int, list[int]]:
         """Returns the clients that can be reached, by node id; the others are absent."""

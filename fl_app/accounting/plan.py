@@ -143,6 +143,24 @@ class PrivacyPlan:
             self._epsilon(self.accountant, composed) <= self.target_epsilon
         )
 
+    def affordable_rounds(self) -> int:
+        """Returns how many of the planned rounds the target allows; all without a target."""
+        event, target = self.bound_event, self.target_epsilon
+        if event is None or target is None:
+            return self.num_rounds
+
+        def fits(num_rounds: int) -> bool:
+            composed = self._composed({event: num_rounds}, event, _NO_REPEATS)
+            return self._epsilon(self.accountant, composed) <= target
+
+        if fits(self.num_rounds):
+            return self.num_rounds
+        low, high = 0, self.num_rounds
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
     def bound_noise(self) -> tuple[float | None, float]:
         """Returns C of the bound unit and the noise std on the sum that C bounds (0: none).
 
@@ -437,6 +455,12 @@ def _warnings(
     """Returns what makes a row weaker than it looks."""
     delta, population = settings.privacy.target_delta, settings.federation.population
     found = []
+    expected = settings.cohort.expected_size(population)
+    if expected < 3 and expected < population:
+        found.append(
+            f"the expected cohort is {expected:g} of {population} clients: a round may ask nobody "
+            "and is charged all the same; raise the sampling rate or federation.population"
+        )
     if settings.run.seeded_noise:
         found.append(SEEDED)
     sizes = [

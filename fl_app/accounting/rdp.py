@@ -82,6 +82,10 @@ def _step_rdp(event: PrivacyEvent) -> DoubleVector:
         ) from error
     # Where the library computes no number there is no bound.
     known = np.where(np.isnan(accountant._rdp), np.inf, accountant._rdp)
+    if event.sampling is Sampling.POISSON:
+        # Sampling never costs more than taking part always (Renyi divergence is quasi-convex).
+        with np.errstate(all="ignore"):
+            known = np.minimum(known, accountant._orders / (2 * event.noise_multiplier**2))
     curve: DoubleVector = np.maximum(known, _ROUND_OFF)
     curve.flags.writeable = False
     return curve

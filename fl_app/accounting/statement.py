@@ -190,5 +190,7 @@ def _floating_point(event: PrivacyEvent) -> str:
 def _asked(settings: Settings, who: str) -> str:
     num_rounds = settings.run.num_rounds
     most = settings.cohort.max_participations(num_rounds, settings.federation.population)
-    text = f"{who} is charged for every round it can be asked in: {most} of {num_rounds}"
-    return text if most == num_rounds else f"{text}, as the server keeps to the public schedule"
+    text = f"{who} is charged for every round it can be asked in"
+    if most == num_rounds:
+        return text
+    return f"{text}: {most} of {num_rounds}, as the server keeps to the public schedule"

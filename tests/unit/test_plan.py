@@ -501,3 +501,24 @@ def test_the_gate_of_the_split_does_not_accept_by_a_tighter_accountant():
     assert Rdp().epsilon({event: 21}, 1e-5) < 10.0
     assert p.within_budget({event: 99})
     assert not p.within_budget({event: 100})
+
+
+def test_the_plan_says_how_many_rounds_a_budget_allows():
+    overrides = ["training.noise_multiplier=1.0", "run.num_rounds=30"]
+    plan = make_plan(compose(overrides), 143)
+    affordable = plan.affordable_rounds()
+    assert 0 < affordable < 30
+    event = plan.bound_event
+    assert (
+        plan.epsilon_after({event: affordable}) <= 8 < plan.epsilon_after({event: affordable + 1})
+    )
+    assert plan.within_budget({event: affordable - 1})
+    assert not plan.within_budget({event: affordable})
+    assert make_plan(compose([]), 143).affordable_rounds() == 30
+
+
+def test_a_tiny_expected_cohort_is_warned_of():
+    base = ["mechanism=central_gaussian", "cohort=poisson"]
+    assert any("may ask nobody" in w for w in make_plan(compose(base), 143).warnings)
+    many = make_plan(compose([*base, "federation.population=1000"]), 143)
+    assert not any("may ask nobody" in w for w in many.warnings)

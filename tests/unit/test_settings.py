@@ -61,6 +61,14 @@ REFUSED = [
     (["dataset=mnits"], "mnist"),
     (["+training.extra=1"], "training.extra=1: unknown key"),
     (["dataset.kind=nope"], "dataset.kind=nope"),
+    (
+        ["mechanism=central_gaussian", "training.clipping_norm=1"],
+        "training.clipping_norm=1: unknown",
+    ),
+    (
+        ["mechanism=central_gaussian", "cohort=fixed_size", "cohort.size=50", "accountant=rdp"],
+        "cohort.size=50: must be <= federation.population=10",
+    ),
 ]
 
 
