@@ -10,6 +10,7 @@ from flwr.clientapp import ClientApp
 
 from fl_app import client_round, wire
 from fl_app.client_policy import Node
+from fl_app.errors import DpflError
 
 log = logging.getLogger("dpfl")
 app = ClientApp()
@@ -25,7 +26,7 @@ def hello(message: Message, context: Context) -> Message:
     except (
         Exception
     ) as problem:  # its text may hold private values: the policy decides what is told
-        log.warning("cannot take part:\n%s", traceback.format_exc())
+        _note("cannot take part", problem)
         error = client_round.public_cause(problem, node)
     facts = wire.NodeFacts(
         partition_id=node.partition_id,
@@ -45,5 +46,11 @@ def train(message: Message, context: Context) -> Message:
     except (
         Exception
     ) as problem:  # its text may hold private values: the policy decides what is told
-        log.warning("round refused or failed:\n%s", traceback.format_exc())
+        _note("round refused or failed", problem)
         return wire.failure_reply(client_round.public_cause(problem, node), message)
+
+
+def _note(what: str, problem: Exception) -> None:
+    """Logs a failure at the node; our own texts say it all, others come with their traceback."""
+    own = isinstance(problem, DpflError)
+    log.warning("%s: %s", what, problem if own else traceback.format_exc())
