@@ -23,9 +23,7 @@ def hello(message: Message, context: Context) -> Message:
     error = ""
     try:
         client_round.check_node(wire.read_hello(message), node)
-    except (
-        Exception
-    ) as problem:  # its text may hold private values: the policy decides what is told
+    except Exception as problem:  # its text may hold private values: the policy decides
         _note("cannot take part", problem)
         error = client_round.public_cause(problem, node)
     facts = wire.NodeFacts(
@@ -43,9 +41,7 @@ def train(message: Message, context: Context) -> Message:
     node = Node.from_config(context.node_config)
     try:
         return wire.train_reply(client_round.run_node(wire.read_train(message), node), message)
-    except (
-        Exception
-    ) as problem:  # its text may hold private values: the policy decides what is told
+    except Exception as problem:  # its text may hold private values: the policy decides
         _note("round refused or failed", problem)
         return wire.failure_reply(client_round.public_cause(problem, node), message)
 
