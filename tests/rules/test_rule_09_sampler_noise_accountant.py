@@ -196,7 +196,7 @@ def test_public_files_are_these_and_hold_expected_values_only(
 def test_neither_seed_nor_names_of_private_facts_are_in_a_public_file(
     two_runs: tuple[Watched, Watched],
 ) -> None:
-    stated = ("seeded_noise", "come from run.seed, which the adversary does not know")
+    stated = ("seeded_noise", "come from run.seed, which the adversary neither knows")
     for run in two_runs:
         for name in PUBLIC_FILES:
             content = (run.folder / name).read_bytes()
@@ -229,7 +229,7 @@ def test_a_stated_amplification_names_what_must_stay_hidden(
     (row,) = [g for g in two_runs[0].results["privacy"]["guarantees"] if g["epsilon"] is not None]
     text = " ".join(row["assumptions"])
     assert "how many, stays hidden from the observer" in text
-    assert "run.seed, which the adversary does not know" in text
+    assert "run.seed, which the adversary neither knows nor guesses" in text
 
 
 def test_a_resumed_run_keeps_the_operators_file_closed(

@@ -46,7 +46,7 @@ def test_s05_batch_norm_counters_neither_crash_nor_count_as_noised(
     num_floats = 64 * 8 + 8 + 8 + 8 + 8 * 10 + 10
     for reply in run.grid.train_replies():
         vector = reply.content.array_records["update"]["vector"]
-        assert (vector.dtype, tuple(vector.shape)) == ("float32", (num_floats,))
+        assert (vector.dtype, tuple(vector.shape)) == ("float64", (num_floats,))
 
 
 @pytest.mark.parametrize("kind", MECHANISMS)

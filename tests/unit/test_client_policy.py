@@ -8,8 +8,16 @@ from fl_app.client_policy import LOCAL_SIMULATION, Node, home
 from fl_app.client_round import _batch_stream
 from fl_app.errors import PrivacyError, ProtocolError
 from fl_app.overrides import compose
+from fl_app.stages import RoundOrder
 
 DEPLOYED = {"partition-id": 1, "num-partitions": 3}
+ORDER = RoundOrder(
+    round=1,
+    clipping_norm=None,
+    noise_multiplier=None,
+    training_noise_multiplier=1.0,
+    nominal_rows=10,
+)
 
 
 def test_node_reads_its_own_configuration() -> None:
@@ -41,9 +49,9 @@ def test_deployed_node_draws_batches_from_its_own_entropy() -> None:
         Node.from_config(DEPLOYED),
         Node.from_config({**DEPLOYED, LOCAL_SIMULATION: True}),
     )
-    draws = [_batch_stream(0, 1, 1, deployed).random(4).tolist() for _ in range(2)]
+    draws = [_batch_stream(0, ORDER, 1, deployed).random(4).tolist() for _ in range(2)]
     assert draws[0] != draws[1]
-    draws = [_batch_stream(0, 1, 1, simulated).random(4).tolist() for _ in range(2)]
+    draws = [_batch_stream(0, ORDER, 1, simulated).random(4).tolist() for _ in range(2)]
     assert draws[0] == draws[1]
 
 

@@ -42,8 +42,8 @@ def test_changing_one_of_many_clients_moves_the_sum_by_no_more_than_its_change()
     """In float32 the rounding of a large sum would add to it."""
     stream = np.random.default_rng(0)
     others = [private(i, stream.random(200).tolist()) for i in range(2000)]
-    size = np.linalg.norm(np.full(200, float(np.float32(1e-3))))
-    with_one = PROTECTION.protect([*others, private(2000, [1e-3] * 200)], 1).vector_P
+    size = np.linalg.norm(np.full(200, float(np.float32(1.03e-3))))
+    with_one = PROTECTION.protect([*others, private(2000, [1.03e-3] * 200)], 1).vector_P
     without = PROTECTION.protect([*others, private(2000, [0.0] * 200)], 1).vector_P
     assert np.linalg.norm(with_one - without) <= size * (1 + 1e-9)
     rounded = with_one.astype(np.float32) - without.astype(np.float32)
