@@ -22,7 +22,7 @@ from fl_app.errors import (
     ProtocolError,
 )
 from fl_app.models import build_model, flat_parameters, set_flat_parameters
-from fl_app.partitioners import client_rows
+from fl_app.partitioners import split_of
 from fl_app.plugins import TrainingJob
 from fl_app.settings import Settings
 from fl_app.stages import (
@@ -162,14 +162,8 @@ def client_partition(client: int, settings: Settings, data: LoadedData) -> Clien
     if settings.partition.by == "node":
         rows = np.arange(len(data.train.labels))
         return ClientPartition(client=client, table=data.train, rows=rows)
-    split = client_rows(
-        settings.partition,
-        data.train.labels,
-        settings.federation.population,
-        settings.run.seed,
-        groups=data.train.groups,
-    )
-    return ClientPartition(client=client, table=data.train, rows=split[client])
+    rows = split_of(settings, data)[client]
+    return ClientPartition(client=client, table=data.train, rows=rows)
 
 
 def check_node(settings_json: str, node: Node) -> None:

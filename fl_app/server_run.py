@@ -305,7 +305,7 @@ class _ServerRun:
                 )
             status = strategy.status
         finally:
-            result = self._write_report(status, strategy)
+            result = self._write_report(status)
         if strategy.last_cause and not strategy.anybody_answered:
             # The public record shows the run as it was scheduled; only the operator learns this.
             raise FederationError(
@@ -386,7 +386,7 @@ class _ServerRun:
         for warning in self.plan.warnings:
             say(f"warning: {warning}")
 
-    def _write_report(self, status: str, strategy: DPFedAvg) -> RunReport:
+    def _write_report(self, status: str) -> RunReport:
         """Writes what the last checkpoint holds; a round that was cut short is not published."""
         set_flat_parameters(self.model, self.checkpoint.parameters_P.astype(np.float32))
         settings, counts = self.settings, self.ledger.counts()

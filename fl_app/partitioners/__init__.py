@@ -13,7 +13,8 @@ from fl_app.errors import PrivacyError
 
 if TYPE_CHECKING:
     from fl_app.plugins import Partitioner
-    from fl_app.stages import IndexVector
+    from fl_app.settings import Settings
+    from fl_app.stages import IndexVector, LoadedData
 
 
 def client_rows(
@@ -65,6 +66,17 @@ def _existing_groups(partitioner: Partitioner, groups: IndexVector | None) -> In
             "choose dataset=femnist, shakespeare or leaf, or partition=dirichlet",
         )
     return groups
+
+
+def split_of(settings: Settings, data: LoadedData) -> list[IndexVector]:
+    """Returns `client_rows` of a run: its partition, population and seed over its training rows."""
+    return client_rows(
+        settings.partition,
+        data.train.labels,
+        settings.federation.population,
+        settings.run.seed,
+        groups=data.train.groups,
+    )
 
 
 @functools.lru_cache(maxsize=4)

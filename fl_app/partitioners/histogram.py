@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fl_app.partitioners import client_rows
+from fl_app.partitioners import split_of
 
 if TYPE_CHECKING:
     from fl_app.settings import Settings
@@ -25,13 +25,7 @@ def label_histogram(settings: Settings, data: LoadedData) -> IndexVector:
     Raises:
         SettingsError: the split cannot be made.
     """
-    parts = client_rows(
-        settings.partition,
-        data.train.labels,
-        settings.federation.population,
-        settings.run.seed,
-        groups=data.train.groups,
-    )
+    parts = split_of(settings, data)
     num_classes = data.spec.num_classes
     return np.stack([np.bincount(data.train.labels[p], minlength=num_classes) for p in parts])
 
