@@ -25,7 +25,8 @@ class RunReport:
         status: completed, stopped, budget_exhausted or failed.
         num_rounds_done: rounds that are in the model.
         num_rounds: rounds that were planned.
-        final: metrics of the last model on the public test set.
+        final: metrics of the last model.
+        evaluated_on: the rows of all metrics: test or validation.
         target_delta: delta of every epsilon.
         target_epsilon: the budget, None without one.
         epsilon_of: name of the guarantee that the budget binds, None without one.
@@ -42,6 +43,7 @@ class RunReport:
     num_rounds_done: int
     num_rounds: int
     final: Mapping[str, float]
+    evaluated_on: str
     target_delta: float
     target_epsilon: float | None
     epsilon_of: str | None
@@ -64,6 +66,7 @@ class RunReport:
             "status": self.status,
             "num_rounds_done": self.num_rounds_done,
             "final": dict(self.final),
+            "evaluated_on": self.evaluated_on,
             "privacy": {
                 "private": self.private,
                 "target_epsilon": self.target_epsilon,
@@ -88,6 +91,7 @@ class RunReport:
             lines += ["**NOT PRIVATE: no guarantee with a finite epsilon was given.**", ""]
         lines += [f"- {label}: {value}" for label, value in self.summary.items()]
         lines += [f"- rounds released: {self.num_rounds_done} of {self.num_rounds} ({self.status})"]
+        lines += [f"- metrics: {self._metrics_text()}"]
         lines += [f"- ledger: {self.ledger_rows} releases charged, head `{self.ledger_head}`", ""]
         lines += ["## What was spent", "", *guarantee_table(self.guarantees, self.epsilon_of), ""]
         for guarantee in self.guarantees:
@@ -98,7 +102,16 @@ class RunReport:
         lines += ["## What is not covered", "", *[f"- {text}" for text in NOT_COVERED], ""]
         return "\n".join(lines)
 
+    def _metrics_text(self) -> str:
+        values = ", ".join(f"{name} {value:.4f}" for name, value in self.final.items())
+        return f"{values} on {ROWS[self.evaluated_on]}"
 
+
+ROWS = {
+    "test": "the public test rows",
+    "validation": "validation rows: kept out of training, for choices made before a run",
+}
+"""What ``run.evaluate_on`` names."""
 NOT_COVERED = (
     "the existence of the clients in the population and the public settings (rates, sizes, norms)",
     "what anyone learns who is neither SERVER nor OBSERVER as defined: a node that sees its own "
@@ -139,7 +152,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def plot_curves(history: Sequence[HistoryRow], bound: Guarantee | None, path: Path) -> None:
+def plot_curves(
+    history: Sequence[HistoryRow], bound: Guarantee | None, path: Path, evaluated_on: str
+) -> None:
     """Draws accuracy and the spent epsilon of the bound guarantee over rounds into a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -149,8 +164,8 @@ def plot_curves(history: Sequence[HistoryRow], bound: Guarantee | None, path: Pa
     left = figure.subplots()
     accuracy = [(r.round, 100 * r.accuracy) for r in history if r.accuracy is not None]
     if accuracy:
-        left.plot(*zip(*accuracy, strict=True), color="tab:blue", label="test accuracy")
-    left.set(xlabel="round", ylabel="test accuracy (%)")
+        left.plot(*zip(*accuracy, strict=True), color="tab:blue", label=f"{evaluated_on} accuracy")
+    left.set(xlabel="round", ylabel=f"{evaluated_on} accuracy (%)")
     left.grid(alpha=0.3)
     spent = [(r.round, r.epsilon) for r in history if r.epsilon is not None]
     if spent and bound is not None:

@@ -38,7 +38,7 @@ from fl_app.run_directory import (
     check_new,
 )
 from fl_app.settings import Settings
-from fl_app.stages import FloatVector, HistoryRow, IndexVector, LoadedData, RoundTrace
+from fl_app.stages import FloatVector, HistoryRow, IndexVector, LoadedData, RoundTrace, Table
 from fl_app.training.evaluate import evaluate
 from strategies.dp_fedavg import DPFedAvg
 from strategies.roster import Roster
@@ -77,6 +77,25 @@ def nominal_rows(settings: Settings, data: LoadedData) -> int:
             "set a public number, e.g. the rows of a typical site",
         )
     return max(1, len(data.train.labels) // settings.federation.population)
+
+
+def evaluation_rows(settings: Settings, data: LoadedData) -> Table:
+    """Returns the rows that ``run.evaluate_on`` names.
+
+    Raises:
+        SettingsError: the dataset sets no validation rows aside.
+    """
+    if settings.run.evaluate_on == "test":
+        return data.test
+    if data.validation is None or len(data.validation.labels) == 0:
+        can = hasattr(settings.dataset, "validation_fraction")
+        raise checks.fail(
+            "run.evaluate_on",
+            settings.run.evaluate_on,
+            f"dataset={settings.dataset.kind} has no validation rows",
+            f"set {'dataset.validation_fraction=0.1' if can else 'run.evaluate_on=test'}",
+        )
+    return data.validation
 
 
 def load_settings(overrides: Sequence[str], default_dir: Callable[[], Path]) -> Settings:
@@ -147,6 +166,7 @@ def run_server(grid: Grid, settings: Settings) -> RunReport:
         DpflError: the run cannot start, or every client fails.
     """
     data = settings.dataset.load(data_path=None, cache_dir=home() / "cache")
+    evaluated = evaluation_rows(settings, data)
     model = new_model(settings, data.spec).to(device(settings.run.device))
     rows = nominal_rows(settings, data)
     plan = make_plan(settings, rows)
@@ -154,7 +174,7 @@ def run_server(grid: Grid, settings: Settings) -> RunReport:
     roster = Roster(settings.federation, settings.to_wire())
     roster.gather(grid)
     plan = make_plan(settings, rows, simulated=roster.simulated)
-    with _ServerRun(settings, plan, model, data) as run:
+    with _ServerRun(settings, plan, model, evaluated) as run:
         return run.go(grid, roster, rows)
 
 
@@ -191,6 +211,7 @@ def plan_of(
     """
     settings = Settings.from_mapping(compose_mapping(overrides))
     data = settings.dataset.load(data_path=None, cache_dir=home() / "cache")
+    evaluation_rows(settings, data)
     rows = nominal_rows(settings, data)
     plan = make_plan(settings, rows)
     size = num_parameters(new_model(settings, data.spec))
@@ -237,9 +258,9 @@ class _ServerRun:
     """The open files and the state of one run; closed in every case."""
 
     def __init__(
-        self, settings: Settings, plan: PrivacyPlan, model: nn.Module, data: LoadedData
+        self, settings: Settings, plan: PrivacyPlan, model: nn.Module, evaluated: Table
     ) -> None:
-        self.settings, self.plan, self.model, self.data = settings, plan, model, data
+        self.settings, self.plan, self.model, self.evaluated = settings, plan, model, evaluated
         self.history: list[HistoryRow] = []
         self.stop_requested = threading.Event()
         path = Path(str(settings.run.output_dir))
@@ -331,14 +352,14 @@ class _ServerRun:
         return wire.model_record(self.model.state_dict())
 
     def _evaluate(self, round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Evaluates the released model on the public test set, where it is due."""
+        """Evaluates the released model, where it is due."""
         run = self.settings.run
         if round % run.evaluate_every and round not in (run.num_rounds, run.stop_after):
             return None
         return MetricRecord(dict(self._metrics()))
 
     def _metrics(self) -> dict[str, float]:
-        return evaluate(self.model, self.data.test, device(self.settings.run.device))
+        return evaluate(self.model, self.evaluated, device(self.settings.run.device))
 
     def _on_round(
         self, strategy: DPFedAvg, trace: RoundTrace, metrics: MetricRecord | None
@@ -395,6 +416,7 @@ class _ServerRun:
             num_rounds_done=self.checkpoint.round,
             num_rounds=settings.run.num_rounds,
             final=self._metrics(),
+            evaluated_on=settings.run.evaluate_on,
             target_delta=settings.privacy.target_delta,
             target_epsilon=settings.privacy.target_epsilon,
             epsilon_of=self.plan.epsilon_of,
@@ -411,7 +433,8 @@ class _ServerRun:
         self.directory.save_text(REPORT, result.to_markdown())
         self.directory.save_text(RESULTS, result.to_json())
         bound = next((g for g in result.guarantees if g.name == result.epsilon_of), None)
-        report.plot_curves(self.history, bound, self.directory.path / CURVES)
+        path = self.directory.path / CURVES
+        report.plot_curves(self.history, bound, path, result.evaluated_on)
         self._conclude(result)
         return result
 
@@ -421,7 +444,7 @@ class _ServerRun:
         area = f", AUC {result.final['auc']:.4f}" if "auc" in result.final else ""
         say(
             f"{result.status} after {result.num_rounds_done} rounds, "
-            f"test accuracy {100 * accuracy:.2f} %{area}"
+            f"{result.evaluated_on} accuracy {100 * accuracy:.2f} %{area}"
         )
         say(statement(result.guarantees, result.epsilon_of))
         say(f"run directory: {self.directory.path}  (see {RESULTS}, {METRICS}, {REPORT})")

@@ -43,7 +43,9 @@ class RunSettings:
         stop_after: stop well after this many rounds in total, to be resumed later; None: never.
         device: auto, cpu, cuda or mps.
         seeded_noise: derive noise from `seed` too; repeatable and NOT PRIVATE.
-        evaluate_every: rounds between evaluations on the public test set (the last one always is).
+        evaluate_every: rounds between evaluations (the last one always is).
+        evaluate_on: test, the public test rows; or validation, rows kept out of training, for
+            choices made before a run.
     """
 
     seed: int
@@ -54,6 +56,7 @@ class RunSettings:
     device: str
     seeded_noise: bool
     evaluate_every: int
+    evaluate_on: str
 
     def __post_init__(self) -> None:
         checks.at_least("run.seed", self.seed, 0)
@@ -62,6 +65,7 @@ class RunSettings:
         if self.stop_after is not None:
             checks.at_least("run.stop_after", self.stop_after, 1)
         checks.one_of("run.device", self.device, ("auto", "cpu", "cuda", "mps"))
+        checks.one_of("run.evaluate_on", self.evaluate_on, ("test", "validation"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,8 @@ class LoadedData:
         test: the server's public test rows.
         spec: public facts.
         validation: rows of the training clients that are kept out of training, for choices made
-            before a run (rule 14); None if the dataset sets none aside. Not read by a run.
+            before a run (rule 14); None if the dataset sets none aside. Read only by a run with
+            ``run.evaluate_on=validation``.
     """
 
     train: Table

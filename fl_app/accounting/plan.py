@@ -21,6 +21,11 @@ from fl_app.plugins import Accountant, Cohort
 from fl_app.privacy import Guarantee, NoiseKind, Placement, PrivacyEvent, PrivacyUnit, Sampling
 from fl_app.settings import Settings
 
+VALIDATION = (
+    "run.evaluate_on=validation: accuracy and loss are exact on rows of the training clients that "
+    "are kept out of training, and no guarantee covers those rows; do not publish such a run if "
+    "they are private"
+)
 _NO_REPEATS: Mapping[PrivacyEvent, int] = MappingProxyType({})
 
 
@@ -455,6 +460,8 @@ def _warnings(
     """Returns what makes a row weaker than it looks."""
     delta, population = settings.privacy.target_delta, settings.federation.population
     found = []
+    if settings.run.evaluate_on == "validation":
+        found.append(VALIDATION)
     expected = settings.cohort.expected_size(population)
     if expected < 3 and expected < population:
         found.append(

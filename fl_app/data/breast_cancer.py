@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fl_app.data import cache
+from fl_app.data.holdout import check_fraction, set_aside
 from fl_app.data.transform import Standardize
 from fl_app.plugins import Dataset
 from fl_app.stages import LoadedData
@@ -38,12 +39,23 @@ class BreastCancer(Dataset):
 
     Each column is scaled by its published range, so no statistic of the clients' rows is needed.
     The test rows are the same in every run: they do not depend on ``run.seed``.
+
+    Attributes:
+        validation_fraction: share of the training rows that nobody trains on, for choices made
+            before a run (``run.evaluate_on=validation``).
     """
+
+    validation_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fraction(self.validation_fraction)
 
     def load(self, *, data_path: str | None, cache_dir: Path) -> LoadedData:
         """Returns the dataset; `data_path` is not looked at, the rows come with scikit-learn."""
-        key = f"breast_cancer-{cache.fingerprint('breast_cancer', _TEST_ROWS, _SPLIT_SEED)}"
-        decoded = cache.find_or_decode(cache_dir, key, _decode)
+        facts = ("breast_cancer", _TEST_ROWS, _SPLIT_SEED, self.validation_fraction)
+        key = f"breast_cancer-{cache.fingerprint(*facts)}"
+        decode = set_aside(_decode, self.validation_fraction)
+        decoded = cache.find_or_decode(cache_dir, key, decode)
         low, high = np.array(RANGES).T
         return decoded.loaded(
             Standardize(

@@ -30,8 +30,8 @@ class Femnist(Dataset):
 
     - ``test``: all rows of one writer in ten. The server's public test set: writers whom no client
       is.
-    - ``validation``: one row in ten, at random, of every other writer. Not read by a run; for
-      choices made before one.
+    - ``validation``: one row in ten, at random, of every other writer. Read only by a run with
+      ``run.evaluate_on=validation``, for choices made before one.
     - ``train``: the other nine rows in ten of those writers. With ``partition=natural`` each of
       them is a client.
 

@@ -1,4 +1,4 @@
-"""Which rows of a dataset with groups but one split are for training, validation and testing."""
+"""Which rows are for training, validation and testing, where the dataset does not say."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fl_app import checks
 from fl_app.data import cache
 from fl_app.errors import DataError
 from fl_app.stages import IndexVector
 
 SPLIT_SEED = 20_260_101
-"""Public: the rows for testing are the same in every run and do not depend on ``run.seed``."""
+"""Public: the rows kept out of training are the same in every run, whatever ``run.seed``."""
 _SHARE = 10
 
 
@@ -72,3 +73,45 @@ def write_splits(
         if split != "test":
             numbers = np.searchsorted(trained, names[rows]).astype(np.int64)
             np.save(cache.array_path(folder, split, "groups"), numbers)
+
+
+def check_fraction(fraction: float) -> None:
+    """Raises SettingsError unless ``dataset.validation_fraction`` is a share in [0, 1)."""
+    key = "dataset.validation_fraction"
+    if not 0 <= checks.number(key, fraction) < 1:
+        raise checks.fail(key, fraction, "must be >= 0 and < 1", "set 0 for no validation rows")
+
+
+def set_aside(decode: cache.Decode, fraction: float) -> cache.Decode:
+    """Returns `decode` with `fraction` of the training rows moved to ``validation``; 0: none.
+
+    The rows are drawn at random with a public constant seed: the same in every run and on every
+    machine, and no client has them.
+
+    Raises:
+        DataError: (when decoding) no training row would be left.
+    """
+
+    def decode_and_cut(folder: Path) -> int:
+        num_classes = decode(folder)
+        if fraction > 0:
+            _move_to_validation(folder, fraction)
+        return num_classes
+
+    return decode_and_cut
+
+
+def _move_to_validation(folder: Path, fraction: float) -> None:
+    whats = ("features", "labels")
+    arrays = {what: np.load(cache.array_path(folder, "train", what)) for what in whats}
+    num_rows = len(arrays["labels"])
+    num_moved = max(1, round(fraction * num_rows))
+    if num_moved >= num_rows:
+        raise DataError(
+            f"dataset.validation_fraction={fraction}: leaves none of {num_rows} rows for training; "
+            "lower it"
+        )
+    order = np.random.default_rng(SPLIT_SEED).permutation(num_rows)
+    for split, rows in (("validation", order[:num_moved]), ("train", order[num_moved:])):
+        for what, array in arrays.items():
+            np.save(cache.array_path(folder, split, what), array[np.sort(rows)])

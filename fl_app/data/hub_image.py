@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fl_app import checks
 from fl_app.data.augmentation import KINDS, augmentation
+from fl_app.data.holdout import check_fraction, set_aside
 from fl_app.data.hub import load_decoded
 from fl_app.data.source import Source, find_source
 from fl_app.data.transform import Standardize, check_constants
@@ -35,6 +36,8 @@ class HubImage(Dataset):
         std: public standard deviation of each channel.
         augment: none, or flip_crop: training rows are mirrored and shifted at random whenever they
             are trained on (see `FlipCrop`); not for images that mean another label in the mirror.
+        validation_fraction: share of the training rows that nobody trains on, for choices made
+            before a run (``run.evaluate_on=validation``).
     """
 
     hub_id: str | None
@@ -48,10 +51,12 @@ class HubImage(Dataset):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     augment: str = "none"
+    validation_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         check_constants(self.mean, self.std)
         checks.one_of("dataset.augment", self.augment, KINDS)
+        check_fraction(self.validation_fraction)
         if self.image_size is not None:
             checks.at_least("dataset.image_size", self.image_size, 1)
         for name in ("hub_id", "path"):
@@ -68,9 +73,8 @@ class HubImage(Dataset):
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_STORED}
         name = (self.hub_id or source.location).rstrip("/").rpartition("/")[2]
         facts = ("image", values, len(self.mean))
-        decoded = load_decoded(
-            source, cache_dir, name, facts, lambda folder: self._decode(source, folder)
-        )
+        decode = set_aside(lambda folder: self._decode(source, folder), self.validation_fraction)
+        decoded = load_decoded(source, cache_dir, name, facts, decode)
         data = decoded.loaded(Standardize(largest=_LARGEST_VALUE, mean=self.mean, std=self.std))
         return replace(data, train=replace(data.train, augmentation=augmentation(self.augment)))
 

@@ -28,8 +28,8 @@ class Shakespeare(Dataset):
 
     - ``test``: all windows of one speaking role in ten. The server's public test set: roles whom
       no client is.
-    - ``validation``: the last tenth of the windows of every other role, as neighbours overlap. Not
-      read by a run; for choices made before one.
+    - ``validation``: the last tenth of the windows of every other role, as neighbours overlap.
+      Read only by a run with ``run.evaluate_on=validation``, for choices made before one.
     - ``train``: the windows before them. With ``partition=natural`` each role is a client.
 
     Attributes:

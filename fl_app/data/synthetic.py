@@ -9,6 +9,7 @@ import numpy as np
 
 from fl_app import checks
 from fl_app.data import cache
+from fl_app.data.holdout import check_fraction, set_aside
 from fl_app.data.transform import Standardize
 from fl_app.plugins import Dataset
 from fl_app.stages import LoadedData
@@ -30,6 +31,8 @@ class Synthetic(Dataset):
         num_classes: labels.
         signal: scale of the patterns. Two of them are about 40 * signal noise stds apart.
         seed: of patterns and noise, so the data do not change with ``run.seed``.
+        validation_fraction: share of the training rows that nobody trains on, for choices made
+            before a run (``run.evaluate_on=validation``).
     """
 
     num_train: int
@@ -37,6 +40,7 @@ class Synthetic(Dataset):
     num_classes: int
     signal: float
     seed: int
+    validation_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         checks.at_least("dataset.num_train", self.num_train, 1)
@@ -44,11 +48,13 @@ class Synthetic(Dataset):
         checks.at_least("dataset.num_classes", self.num_classes, 2)
         checks.positive("dataset.signal", self.signal)
         checks.at_least("dataset.seed", self.seed, 0)
+        check_fraction(self.validation_fraction)
 
     def load(self, *, data_path: str | None, cache_dir: Path) -> LoadedData:
         """Returns the dataset; `data_path` is not looked at, the rows are generated."""
         key = f"synthetic-{cache.fingerprint('synthetic', asdict(self))}"
-        decoded = cache.find_or_decode(cache_dir, key, self._generate)
+        decode = set_aside(self._generate, self.validation_fraction)
+        decoded = cache.find_or_decode(cache_dir, key, decode)
         return decoded.loaded(Standardize(largest=1.0, mean=(0.0,), std=(1.0,)))
 
     def _generate(self, folder: Path) -> int:

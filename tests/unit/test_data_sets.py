@@ -90,6 +90,20 @@ def test_digits_has_the_documented_facts(cache_dir: Path) -> None:
     assert float(inputs.max()) == pytest.approx(0.7)
 
 
+def test_hub_images_can_set_training_rows_aside(tmp_path: Path, cache_dir: Path) -> None:
+    write(tmp_path / "images", rows=20)
+    whole = hub_image(path=str(tmp_path / "images")).load(data_path=None, cache_dir=cache_dir)
+    dataset = hub_image(path=str(tmp_path / "images"), validation_fraction=0.25)
+    cut = dataset.load(data_path=None, cache_dir=cache_dir)
+    assert whole.validation is None
+    assert cut.validation is not None
+    assert (len(cut.train.labels), len(cut.validation.labels)) == (15, 5)
+    both = np.concatenate([cut.train.features, cut.validation.features])
+    assert sorted(map(bytes, both)) == sorted(map(bytes, whole.train.features))
+    np.testing.assert_array_equal(cut.test.features, whole.test.features)
+    assert cut.validation.augmentation is None
+
+
 def test_digits_splits_the_rows_of_scikit_learn_by_label_share(cache_dir: Path) -> None:
     data = plugins.build("dataset", {"kind": "digits"}).load(data_path=None, cache_dir=cache_dir)
     images, labels = load_digits(return_X_y=True)

@@ -29,6 +29,7 @@ def make(**changes: object) -> report.RunReport:
     values: dict[str, object] = {
         "status": "completed", "num_rounds_done": 1, "num_rounds": 1,
         "final": {"accuracy": 0.5, "loss": 1.0}, "target_delta": 1e-5, "target_epsilon": 2.0,
+        "evaluated_on": "test",
         "epsilon_of": BOUND.name, "guarantees": (BOUND, NONE), "warnings": ("mind this",),
         "history": [ROW], "ledger_head": "abc", "ledger_rows": 1, "seeded_noise": False,
         "summary": {"accountant": "pld"},
@@ -82,9 +83,9 @@ def test_statement_gives_every_epsilon_with_all_that_belongs_to_it() -> None:
 
 
 def test_curves_are_a_png(tmp_path: Path) -> None:
-    report.plot_curves([ROW, replace(ROW, round=2)], BOUND, tmp_path / "curves.png")
+    report.plot_curves([ROW, replace(ROW, round=2)], BOUND, tmp_path / "curves.png", "test")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    report.plot_curves([], None, tmp_path / "empty.png")
+    report.plot_curves([], None, tmp_path / "empty.png", "test")
 
 
 def test_progress_prints_one_plain_line_per_round_off_a_terminal() -> None:
