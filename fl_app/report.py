@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class RunReport:
                 "guarantees": [guarantee_values(g) for g in self.guarantees],
                 "warnings": list(self.warnings),
             },
-            "history": [asdict(row) for row in self.history],
+            "history": history_values(self.history),
             "versions": versions(),
             "ledger": {"head": self.ledger_head, "rows": self.ledger_rows},
         }
@@ -120,6 +120,19 @@ NOT_COVERED = (
     "attacks on the floating-point representation of continuous noise, and timing",
     "message contents on the way, unless the deployment uses TLS",
 )
+
+
+def history_columns(history: Sequence[HistoryRow]) -> list[str]:
+    """Returns the keys of `history_values`: those of a row, then its other metrics by name."""
+    own = [f.name for f in fields(HistoryRow) if f.name != "other_metrics"]
+    return own + sorted({name for row in history for name in row.other_metrics})
+
+
+def history_values(history: Sequence[HistoryRow]) -> list[dict[str, Any]]:
+    """Returns the public record as JSON values, with the same keys in every row."""
+    columns = history_columns(history)
+    rows = [asdict(row) | dict(row.other_metrics) for row in history]
+    return [{column: values.get(column) for column in columns} for values in rows]
 
 
 def guarantee_values(guarantee: Guarantee) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from safetensors.torch import save_file as save_torch
 from fl_app import checks
 from fl_app.accounting.ledger import Ledger, read, verify
 from fl_app.errors import LedgerError, SettingsError
-from fl_app.report import PRIVACY_REPORT
+from fl_app.report import PRIVACY_REPORT, history_columns, history_values
 from fl_app.stages import DoubleVector, HistoryRow, RoundTrace
 
 RESULTS = "results.json"
@@ -168,11 +168,10 @@ class RunDirectory:
         self, history: Sequence[HistoryRow], epsilon_of: str | None, delta: float
     ) -> None:
         """Writes the public record as a table, one line a round, each epsilon with what it is."""
-        names = list(HistoryRow.__dataclass_fields__)
-        rows = [[getattr(row, name) for name in names] + [delta, epsilon_of] for row in history]
+        rows = [[*values.values(), delta, epsilon_of] for values in history_values(history)]
         with io.StringIO(newline="") as text:
             csv.writer(text, lineterminator="\n").writerows(
-                [[*names, "delta", "epsilon_of"], *rows]
+                [[*history_columns(history), "delta", "epsilon_of"], *rows]
             )
             self.save_text(METRICS, text.getvalue())
 

@@ -385,10 +385,12 @@ class _ServerRun:
 
     def _history_row(self, round: int, metrics: MetricRecord | None) -> HistoryRow:
         clipping_norm, std = self.plan.bound_noise()
+        measured = {} if metrics is None else {name: _scalar(metrics, name) for name in metrics}
         return HistoryRow(
             round=round,
-            accuracy=None if metrics is None else float(_scalar(metrics, "accuracy")),
-            loss=None if metrics is None else float(_scalar(metrics, "loss")),
+            accuracy=measured.pop("accuracy", None),
+            loss=measured.pop("loss", None),
+            other_metrics=measured,
             epsilon=self.plan.epsilon_after(self.ledger.counts(), self.ledger.repeats()),
             cohort_expected=self.settings.cohort.expected_size(self.settings.federation.population),
             clipping_norm=clipping_norm,
@@ -477,4 +479,4 @@ def _scalar(metrics: MetricRecord, name: str) -> float:
     value = metrics[name]
     if isinstance(value, list):
         raise SettingsError(f"metric {name}: must be one number")
-    return value
+    return float(value)

@@ -9,7 +9,8 @@ the order of `named_parameters()`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -214,12 +215,14 @@ class HistoryRow:
 
     Attributes:
         round: from 1; 0 is the model before training.
-        accuracy: on the public test set, None where the round was not evaluated.
-        loss: mean loss on the public test set, likewise.
+        accuracy: on the rows that ``run.evaluate_on`` names, None if the round was not evaluated.
+        loss: mean loss on them, likewise.
         epsilon: spent so far by the guarantee that the target binds, None without one.
         cohort_expected: the public constant that sums are divided by.
         clipping_norm: C of the bound unit, None without one.
         noise_std_of_sum: noise std on the sum that C bounds, 0 without noise.
+        other_metrics: what evaluation gave beside accuracy and loss (AUC), by name; empty where
+            the round was not evaluated.
     """
 
     round: int
@@ -229,6 +232,7 @@ class HistoryRow:
     cohort_expected: float
     clipping_norm: float | None
     noise_std_of_sum: float
+    other_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,13 @@
 """One real private round of each dataset that a shipped model takes."""
 
+import csv
 import os
 from pathlib import Path
 
 import pytest
-from helpers import operator_rounds, run_here
+from helpers import operator_rounds, results, run_here
+
+from fl_app.run import run_one
 
 ONE = ["run.num_rounds=1", "federation.num_nodes=2", "privacy.target_delta=1e-5"]
 LOCAL = ["mechanism=local_gaussian", "cohort=fixed_size", "cohort.size=4"]
@@ -33,3 +36,16 @@ def test_the_synthetic_data_can_be_learned(tmp_path: Path) -> None:
     plain = ["training=sgd", "privacy.target_epsilon=null", "run.num_rounds=3"]
     values = run_here(tmp_path, "dataset=synthetic", "partition=dirichlet", *plain)
     assert values["final"]["accuracy"] > 0.5
+
+
+def test_every_evaluated_round_has_its_auc_before_and_after_a_stop(tmp_path: Path) -> None:
+    medical = [*CASES["breast_cancer"], "run.evaluate_every=2", "run.stop_after=2"]
+    first = run_here(tmp_path / "run", *medical, *LOCAL)
+    assert run_one([f"run.resume={tmp_path / 'run'}"]) == 0
+    history = results(tmp_path / "run")["history"]
+    assert [row["auc"] is not None for row in history] == [False, True, False, True]
+    assert history[1]["auc"] == first["history"][1]["auc"] == first["final"]["auc"]
+    assert history[3]["auc"] == results(tmp_path / "run")["final"]["auc"]
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [row["auc"] for row in table] == ["", str(history[1]["auc"]), "", str(history[3]["auc"])]

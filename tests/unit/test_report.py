@@ -57,6 +57,20 @@ def test_results_have_the_promised_fields() -> None:
     assert {"torch", "flwr", "opacus"} <= set(values["versions"])
 
 
+def test_other_metrics_stand_under_their_own_names_in_every_row() -> None:
+    rows = [ROW, replace(ROW, round=2, other_metrics={"auc": 0.75})]
+    history = json.loads(make(history=rows).to_json())["history"]
+    assert [row["auc"] for row in history] == [None, 0.75]
+    assert list(history[0]) == list(history[1])
+
+
+def test_the_report_says_on_which_rows_the_metrics_were_measured() -> None:
+    line = "- metrics: accuracy 0.5000, loss 1.0000 on "
+    assert line + "the public test rows\n" in make().to_markdown()
+    assert line + "validation rows" in make(evaluated_on="validation").to_markdown()
+    assert json.loads(make(evaluated_on="validation").to_json())["evaluated_on"] == "validation"
+
+
 def test_report_states_rows_assumptions_and_what_is_not_covered() -> None:
     text = make().to_markdown()
     assert "| CLIENT | OBSERVER | 1.5000 | 1e-05 | ADD_OR_REMOVE_ONE | pld | yes |" in text
