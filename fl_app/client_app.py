@@ -43,7 +43,8 @@ def train(message: Message, context: Context) -> Message:
         return wire.train_reply(client_round.run_node(wire.read_train(message), node), message)
     except Exception as problem:  # its text may hold private values: the policy decides
         _note("round refused or failed", problem)
-        return wire.failure_reply(client_round.public_cause(problem, node), message)
+        cause = client_round.public_cause(problem, node)
+        return wire.failure_reply(cause, message, client_round.failure_code(problem))
 
 
 def _note(what: str, problem: Exception) -> None:
