@@ -9,6 +9,7 @@ keep the head and the number of rows elsewhere (the checkpoint does) and give th
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -54,7 +55,7 @@ class Ledger:
         self._charged: set[tuple[int, PrivacyUnit]] = set()
         self._rows_of: dict[int, int] = {}
         for entry in self._entries:
-            self._count(entry.round, PrivacyEvent.from_json(entry.event))
+            self._count(entry.round, _event(entry.event))
 
     @classmethod
     def create(cls, path: str | Path, run_id: str) -> Ledger:
@@ -328,11 +329,17 @@ def _chain_problems(genesis: str, entries: Sequence[LedgerEntry]) -> Iterator[st
             yield f"row {seq} was changed, moved or belongs to another chain"
             return
         try:
-            PrivacyEvent.from_json(entry.event)
+            _event(entry.event)
         except PrivacyError as error:
             yield f"row {seq} cannot be understood ({error})"
             return
         previous = entry.digest
+
+
+@functools.lru_cache(maxsize=256)
+def _event(text: str) -> PrivacyEvent:
+    """Returns the event of a row; few of them differ."""
+    return PrivacyEvent.from_json(text)
 
 
 def _entry(seq: int, round: int, event: str, previous: str) -> LedgerEntry:
