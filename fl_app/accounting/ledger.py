@@ -27,6 +27,8 @@ from fl_app.stages import LedgerEntry
 
 SCHEMA_VERSION = 1
 _POLL_SECONDS = 0.02
+# Reading needs a writer first: a journal or write-ahead log of a process that was killed.
+_UNFINISHED = (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY)
 
 _TABLES = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -94,11 +96,11 @@ class Ledger:
             if create_as is not None and not path.exists():
                 _write_empty(path, create_as)
             ledger = cls._on(path, lock)
-            if create_as not in (None, ledger.run_id):
+            if create_as is not None and create_as != (found := ledger.run_id):
                 ledger._connection.close()
                 raise LedgerError(
-                    f"{path}: is the ledger of {ledger.run_id}, not of {create_as}; name another "
-                    "file, or the id that it was begun with"
+                    f"{path}: is the ledger of {found}, not of {create_as}; name another file, or "
+                    "the id that it was begun with"
                 )
             return ledger
 
@@ -353,7 +355,20 @@ def _digest(values: list[Any]) -> str:
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    """Returns a connection that cannot write, after undoing what a killed process left half."""
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    try:
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode not in _UNFINISHED:
+            connection.close()
+            raise
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as writer:
+            writer.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.DatabaseError:
+        connection.close()
+        raise
+    return connection
 
 
 def _write_empty(path: Path, run_id: str) -> None:
