@@ -30,7 +30,7 @@ _KEYS = (
     LOCAL_SIMULATION,
     *node_policy.KEYS,
 )
-_LOOKS_LIKE = 0.8
+_LOOKS_LIKE = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

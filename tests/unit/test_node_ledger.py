@@ -21,7 +21,7 @@ import pytest
 from fl_app.accounting.ledger import Ledger, read, verify
 from fl_app.accounting.node_charge import record_epsilon
 from fl_app.accounting.node_ledger import NodeLedger, data_id_of, head_path
-from fl_app.errors import BudgetError, LedgerError
+from fl_app.errors import BudgetError, LedgerError, SettingsError
 from fl_app.ledger_view import ledger_view
 from fl_app.privacy import NeighboringRelation, NoiseKind, PrivacyEvent, PrivacyUnit, View
 from fl_app.run_directory import verify_ledger
@@ -334,3 +334,6 @@ def test_the_ledger_of_a_node_says_what_is_spent_and_what_is_left(tmp_path: Path
     assert "request     3" in view.text
     assert ledger_view(ledger.path).values["left"] is None
     assert ledger_view(ledger.path, max_epsilon=1.0).values["left"] == 0.0
+    for wrong in ({"delta": 0.0}, {"delta": 1e-13}, {"max_epsilon": 0.0}):
+        with pytest.raises(SettingsError, match="--"):
+            ledger_view(ledger.path, **wrong)
