@@ -274,5 +274,5 @@ def _bound(
             elif event.unit is PrivacyUnit.CLIENT:
                 composed[event] += count
         return accountant.epsilon(composed, delta)
-    except AccountingError:
-        return math.inf
+    except (AccountingError, ArithmeticError, ValueError):
+        return math.inf  # a number that cannot be computed bounds nothing

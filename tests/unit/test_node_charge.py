@@ -322,3 +322,20 @@ def test_a_plan_without_noise_promises_a_node_nothing() -> None:
     plan = make_plan(compose(["training=sgd", *UNLIMITED]))
     assert [row.epsilon for row in planned_charge(plan).most] == [None, None]
     assert all(row["epsilon"] is None for row in planned_charge(plan).to_json()["most"])
+
+
+def test_a_number_that_cannot_be_computed_bounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overflows(*_: object) -> float:
+        raise OverflowError
+
+    quick = epsilons([CLIENT])["RECORD", "rdp"]
+    monkeypatch.setattr(type(ACCOUNTANTS[1]), "epsilon", overflows)
+    assert record_epsilon({CLIENT: 1}, DELTA) == quick
+    monkeypatch.setattr(type(ACCOUNTANTS[0]), "epsilon", overflows)
+    assert record_epsilon({CLIENT: 1}, DELTA) == math.inf
+
+
+def test_the_least_noise_that_can_be_asked_for_still_has_a_number() -> None:
+    """1,000 releases at z 0.001: the loss is of the order of 1000 (2 / z)^2 / 2, far beyond exp."""
+    least = replace(CLIENT, noise_multiplier=1e-3)
+    assert record_epsilon({least: 1000}, DELTA) == pytest.approx(2e9, rel=0.2)
