@@ -65,32 +65,29 @@ def plan(
 
 
 @ledger_app.command()
-def show(path: Path, as_json: Json = False) -> None:
-    """Show every release in a ledger."""
-    from fl_app.accounting.ledger import read
+def show(
+    path: Path,
+    as_json: Json = False,
+    delta: Annotated[
+        float, typer.Option("--delta", help="A node's ledger: delta of the stated epsilons.")
+    ] = 1e-5,
+    max_epsilon: Annotated[
+        float | None, typer.Option("--max-epsilon", help="A node's ledger: say what is left of it.")
+    ] = None,
+) -> None:
+    """Show every release in a ledger; of a node's ledger also what its data have spent."""
+    from fl_app.ledger_view import ledger_view
 
-    entries = read(_ledger_file(path))
-    rows = [
-        {"seq": e.seq, "round": e.round, "event": json.loads(e.event), "digest": e.digest}
-        for e in entries
-    ]
-    head = entries[-1].digest if entries else None
-    if as_json:
-        typer.echo(json.dumps({"rows": rows, "head": head}, indent=2))
-        return
-    for row in rows:
-        event = row["event"]
-        typer.echo(
-            f"{row['seq']:>6}  round {row['round']:>5}  {event['unit']} seen by {event['view']}  "
-            f"{event['noise']} z={event['noise_multiplier']:g}  {event['sampling']} "
-            f"q={event['sampling_rate']:g}  {event['steps']} step(s)  {row['digest'][:16]}"
-        )
-    typer.echo(f"{len(rows)} releases, head {head}")
+    view = ledger_view(_ledger_file(path), delta=delta, max_epsilon=max_epsilon)
+    typer.echo(json.dumps(view.values, indent=2, allow_nan=False) if as_json else view.text)
 
 
 @ledger_app.command()
 def verify(path: Path, as_json: Json = False) -> None:
-    """Check a ledger's hash chain, and against the results and checkpoint beside it."""
+    """Check a ledger's hash chain, and against what is kept beside it.
+
+    That is results and checkpoint of a run, or the head file of a node's ledger.
+    """
     from fl_app.run_directory import verify_ledger
 
     problems = verify_ledger(_ledger_file(path))

@@ -1,21 +1,36 @@
 """The node's own word: what its configuration allows, whatever the server asks (rules 11 and 13).
 
 Node configuration keys (``flower-supernode --node-config``): ``partition-id``, ``num-partitions``,
-``data-path``, ``allow-seeded-noise``.
+``data-path``, ``allow-seeded-noise``, and those of `fl_app.node_policy`. Others are ignored unless
+they look like one of these.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fl_app import checks, node_policy
+from fl_app.accounting.node_ledger import NodeLedger
 from fl_app.errors import PrivacyError, ProtocolError
+from fl_app.node_policy import NodePolicy
 from fl_app.settings import Settings
+from fl_app.stages import RoundOrder
 
 LOCAL_SIMULATION = "local-simulation"
+_KEYS = (
+    "partition-id",
+    "num-partitions",
+    "data-path",
+    "allow-seeded-noise",
+    LOCAL_SIMULATION,
+    *node_policy.KEYS,
+)
+_LOOKS_LIKE = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +45,7 @@ class Node:
             process's own surroundings and never from a message.
         allow_seeded_noise: a deployed node's consent to repeatable noise.
         cache_dir: decoded datasets.
+        policy: the node's floors and budget.
     """
 
     partition_id: int
@@ -38,6 +54,7 @@ class Node:
     simulated: bool
     allow_seeded_noise: bool
     cache_dir: Path
+    policy: NodePolicy
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Node:
@@ -45,7 +62,9 @@ class Node:
 
         Raises:
             ProtocolError: ``partition-id`` or ``num-partitions`` missing or out of range.
+            SettingsError: another key of ours is misspelt or has a value that is not allowed.
         """
+        _check_spelling(config)
         part, parts = config.get("partition-id"), config.get("num-partitions")
         if not (isinstance(part, int) and isinstance(parts, int) and 0 <= part < parts):
             raise ProtocolError(
@@ -53,23 +72,39 @@ class Node:
                 "0 <= partition-id < num-partitions; set both with --node-config"
             )
         path = config.get("data-path")
+        data_path = None if path is None else str(path)
+        simulated = config.get(LOCAL_SIMULATION) is True or _inside_ray()
         return cls(
             partition_id=part,
             num_partitions=parts,
-            data_path=None if path is None else str(path),
-            simulated=config.get(LOCAL_SIMULATION) is True or _inside_ray(),
+            data_path=data_path,
+            simulated=simulated,
             allow_seeded_noise=config.get("allow-seeded-noise") is True,
             cache_dir=home() / "cache",
+            policy=NodePolicy.from_config(
+                config, simulated=simulated, data_path=data_path, ledger_folder=home() / "nodes"
+            ),
         )
 
-    def check(self, settings: Settings) -> None:
-        """Refuses settings that the node's own configuration does not allow.
+    @property
+    def ledger(self) -> NodeLedger | None:
+        """The ledger that every request is charged to, None in a simulation without one."""
+        return self.policy.ledger
+
+    def check(self, settings: Settings, order: RoundOrder | None = None) -> None:
+        """Refuses what the node's own configuration does not allow.
+
+        Args:
+            settings: what both sides agreed on.
+            order: what is asked this round, None before the first.
 
         Raises:
-            PrivacyError: seeded noise on a deployed node that did not allow it; or the node's own
-                rows as those of several clients, or without a ``data-path``.
+            PrivacyError: seeded noise on a deployed node that did not allow it; noise, clipping,
+                placement or protection below the node's floors; or the node's own rows as those of
+                several clients, or without a ``data-path``.
         """
         self._check_own_rows(settings)
+        self.policy.check(settings, order or node_policy.order_of(settings))
         if settings.run.seeded_noise and not (self.simulated or self.allow_seeded_noise):
             raise PrivacyError(
                 "run.seeded_noise=true: this node adds noise from its own entropy only; "
@@ -100,6 +135,16 @@ class Node:
                 raise ProtocolError(f"client {client}: is not hosted by node {self.partition_id}")
         if len(set(clients)) != len(clients):
             raise ProtocolError("clients: one is asked twice in the same round")
+
+
+def _check_spelling(config: Mapping[str, object]) -> None:
+    """Refuses unknown keys that look like ours: a misspelt floor would be none."""
+    for key, value in config.items():
+        near = difflib.get_close_matches(key.lower(), _KEYS, n=1, cutoff=_LOOKS_LIKE)
+        if key not in _KEYS and near:
+            raise checks.fail(
+                key, value, "unknown key of the node's configuration", f"did you mean {near[0]}?"
+            )
 
 
 def home() -> Path:

@@ -14,14 +14,18 @@ import torch
 from torch import nn
 
 from fl_app import rng
+from fl_app.accounting.node_charge import request_events
 from fl_app.client_policy import Node
 from fl_app.errors import (
+    BudgetError,
     DpflError,
     FederationError,
+    LedgerError,
     PrivacyError,
     ProtocolError,
 )
 from fl_app.models import build_model, flat_parameters, set_flat_parameters
+from fl_app.node_policy import order_of
 from fl_app.partitioners import split_of
 from fl_app.plugins import TrainingJob
 from fl_app.settings import Settings
@@ -35,7 +39,7 @@ from fl_app.stages import (
     ProtectedUpdate,
     RoundOrder,
 )
-from fl_app.wire import TrainRequest
+from fl_app.wire import BUDGET_EXHAUSTED, FAILED, LEDGER, REFUSED, TrainRequest
 
 log = logging.getLogger("dpfl")
 
@@ -44,19 +48,24 @@ def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
     """Returns the protected sum over the hosted clients that were asked and could train.
 
     A client whose training raises is left out like an absent one; the cause stays in the node's
-    log.
+    log. The node's own ledger is charged, durably, before anybody trains: for every asked client,
+    whether it then trains or not.
 
     Raises:
-        DpflError: the request breaks the node's policy, or nobody could train.
+        DpflError: the request breaks the node's policy, its budget does not allow it or its ledger
+            cannot be written, or nobody could train.
     """
     settings = worker_settings(request.settings)
-    node.check(settings)
+    node.check(settings, request.order)
     check_order(request.order, settings)
     node.check_clients(request.clients, settings.federation.population)
     data = worker_data(request.settings, node)
     model = worker_model(request.settings, node)
     model.load_state_dict(request.model, strict=True)
     global_P = flat_parameters(model)
+    if (ledger := node.ledger) is not None:
+        # After all that may stand in the way, before anything that depends on a record leaves.
+        ledger.charge(request_events(settings, request.order) * len(request.clients))
     updates: list[PrivatizedUpdate] = []
     failures: list[str] = []
     for client in request.clients:
@@ -174,6 +183,8 @@ def check_node(settings_json: str, node: Node) -> None:
     """
     settings = worker_settings(settings_json)
     node.check(settings)
+    if (ledger := node.ledger) is not None:
+        ledger.check(request_events(settings, order_of(settings)))
     client_partition(0, settings, worker_data(settings_json, node))  # splits all of them
     worker_model(settings_json, node)
 
@@ -221,6 +232,15 @@ def _batch_stream(seed: int, order: RoundOrder, client: int, node: Node) -> np.r
     if node.simulated:
         return rng.stream(seed, "batches", order.round, client, order.attempt)
     return np.random.default_rng(secrets.randbits(256))
+
+
+def failure_code(error: Exception) -> str:
+    """Returns the code that goes with `public_cause`."""
+    if isinstance(error, BudgetError):
+        return BUDGET_EXHAUSTED
+    if isinstance(error, LedgerError):
+        return LEDGER
+    return REFUSED if isinstance(error, PrivacyError | ProtocolError) else FAILED
 
 
 def public_cause(error: Exception, node: Node) -> str:

@@ -33,6 +33,10 @@ class PrivacyError(DpflError):
     """Going on would break the stated guarantee, so the step was refused."""
 
 
+class BudgetError(PrivacyError):
+    """A node's own budget does not allow what was asked of it."""
+
+
 class ProtocolError(DpflError):
     """A message does not have the promised form."""
 

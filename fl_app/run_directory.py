@@ -24,7 +24,8 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file as save_torch
 
 from fl_app import checks
-from fl_app.accounting.ledger import Ledger, read, verify
+from fl_app.accounting.ledger import Ledger, heads, read, read_id, verify
+from fl_app.accounting.node_ledger import data_id_of, head_problems
 from fl_app.errors import LedgerError, SettingsError
 from fl_app.report import PRIVACY_REPORT, history_columns, history_values
 from fl_app.stages import DoubleVector, HistoryRow, RoundTrace
@@ -216,8 +217,13 @@ class RunDirectory:
 
 
 def verify_ledger(path: Path) -> list[str]:
-    """Returns what is wrong with a ledger, also against the results and checkpoint beside it."""
+    """Returns what is wrong with a ledger, also against what is kept beside it.
+
+    A node's ledger has a head file there; a run's has results, checkpoint and operator's log.
+    """
     problems = verify(path)
+    if not problems and data_id_of(read_id(path)) is not None:
+        return head_problems(path, heads(path))
     folder = RunDirectory(path.parent)
     if not problems and (folder.path / CHECKPOINT).exists():
         checkpoint = folder.load_checkpoint()

@@ -19,6 +19,7 @@ from torch import nn
 
 from fl_app import checks, report, wire
 from fl_app.accounting.ledger import Ledger
+from fl_app.accounting.node_charge import NodeCharge, planned_charge
 from fl_app.accounting.plan import PrivacyPlan, make_plan
 from fl_app.client_policy import home
 from fl_app.client_round import device, new_model
@@ -215,12 +216,17 @@ def plan_of(
     rows = nominal_rows(settings, data)
     plan = make_plan(settings, rows)
     size = num_parameters(new_model(settings, data.spec))
-    values = plan.to_json(size) | {"num_parameters": size, "nominal_rows": rows}
+    charge = planned_charge(plan)
+    values = plan.to_json(size) | {
+        "num_parameters": size,
+        "nominal_rows": rows,
+        "node_charge": charge.to_json(),
+    }
     facts = plan.summary() | {"parameters": str(size), "nominal rows of a client": str(rows)}
     if (ratio := plan.signal_to_noise(size)) is not None:
         facts["signal to noise (clipping norm / norm of the noise)"] = f"{ratio:.3g}"
     lines = [f"{label}: {value}" for label, value in facts.items()]
-    lines.append(_outlook(plan))
+    lines += [_outlook(plan), _node_outlook(charge)]
     lines += [f"warning: {text}" for text in plan.warnings]
     if show_partition or plot_to is not None:
         counts = _simulated_histogram(settings, data)
@@ -241,6 +247,17 @@ def _outlook(plan: PrivacyPlan) -> str:
             f"(epsilon {plan.target_epsilon:g} at delta {plan.target_delta:g}); by then:"
         )
     return f"{title}\n{statement(plan.guarantees(affordable), plan.epsilon_of)}"
+
+
+def _node_outlook(charge: NodeCharge) -> str:
+    """Returns what the whole run charges a node's own ledger, at most and as expected."""
+    title = "a node's own ledger is charged, for each client that it hosts and that is asked in"
+    most = f"{title} {charge.most_requests} rounds, the most possible:"
+    text = f"{most}\n{statement(charge.most, None)}"
+    if charge.expected_requests < charge.most_requests:
+        expected = f"and if asked in {charge.expected_requests}, as expected:"
+        text += f"\n{expected}\n{statement(charge.expected, None)}"
+    return text
 
 
 def _simulated_histogram(settings: Settings, data: LoadedData) -> IndexVector:
@@ -327,7 +344,8 @@ class _ServerRun:
             status = strategy.status
         finally:
             result = self._write_report(status)
-        if strategy.last_cause and not strategy.anybody_answered:
+        failed = strategy.last_cause and not strategy.nodes_exhausted
+        if failed and not strategy.anybody_answered:
             # The public record shows the run as it was scheduled; only the operator learns this.
             raise FederationError(
                 f"nobody answered in any round; the last cause:\n{strategy.last_cause}"

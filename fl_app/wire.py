@@ -31,9 +31,20 @@ CLIENTS = "clients"
 ROUND = "round"
 WEIGHT = "weight"
 ERROR = "error"
+CODE = "code"
 PARTITION_ID = "partition-id"
 NUM_PARTITIONS = "num-partitions"
 SIMULATED = "simulated"
+
+
+REFUSED = "refused"
+"""The request breaks the node's policy or the protocol."""
+BUDGET_EXHAUSTED = "budget_exhausted"
+"""The node's own budget does not allow it; later requests like it will not fare better."""
+LEDGER = "ledger"
+"""The node cannot write down what it would spend, so it does not train."""
+FAILED = "failed"
+"""Anything else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +79,19 @@ class NodeFacts:
     num_partitions: int
     simulated: bool
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFailure:
+    """Why a node sent no update: public facts.
+
+    Attributes:
+        code: `REFUSED`, `BUDGET_EXHAUSTED`, `LEDGER` or `FAILED`.
+        text: the cause, for the operator.
+    """
+
+    code: str
+    text: str
 
 
 def model_record(state: Mapping[str, torch.Tensor]) -> ArrayRecord:
@@ -167,22 +191,24 @@ def train_reply(update: ProtectedUpdate, reply_to: Message) -> Message:
     return Message(RecordDict({UPDATE: arrays, CONFIG: config}), reply_to=reply_to)
 
 
-def failure_reply(error: str, reply_to: Message) -> Message:
-    """Returns the reply of a node that could not train anybody, with a public reason."""
-    return Message(RecordDict({CONFIG: ConfigRecord({ERROR: error})}), reply_to=reply_to)
+def failure_reply(error: str, reply_to: Message, code: str = FAILED) -> Message:
+    """Returns the reply of a node that trained nobody, with a public reason and its code."""
+    config = ConfigRecord({ERROR: error, CODE: code})
+    return Message(RecordDict({CONFIG: config}), reply_to=reply_to)
 
 
-def read_train_reply(message: Message) -> ProtectedUpdate | str:
+def read_train_reply(message: Message) -> ProtectedUpdate | NodeFailure:
     """Returns the protected update in a reply, or the node's reason why there is none.
 
     Raises:
         ProtocolError: neither of both.
     """
     if message.has_error():
-        return f"error code {message.error.code}: {message.error.reason}"
+        text = f"error code {message.error.code}: {message.error.reason}"
+        return NodeFailure(code=FAILED, text=text)
     config = _config(message)
     if config.get(ERROR):
-        return str(config[ERROR])
+        return NodeFailure(code=str(config.get(CODE, FAILED)), text=str(config[ERROR]))
     try:
         vector_P = message.content.array_records[UPDATE][VECTOR].numpy()
         weight = config[WEIGHT]

@@ -27,7 +27,7 @@ from fl_app import rng, wire
 from fl_app.accounting.ledger import Ledger
 from fl_app.accounting.plan import PrivacyPlan
 from fl_app.errors import FederationError, PrivacyError, ProtocolError
-from fl_app.privacy import PrivacyEvent, PrivacyUnit, Sampling
+from fl_app.privacy import PrivacyUnit, Sampling
 from fl_app.settings import Settings
 from fl_app.stages import (
     CohortSum,
@@ -116,6 +116,7 @@ class DPFedAvg(Strategy):
         self._current: _Round | None = None
         self._failed_rounds = 0
         self._logged: set[str] = set()
+        self._exhausted_nodes: set[int] = set()
         self.anybody_answered = False
         self.last_cause = ""
 
@@ -164,6 +165,9 @@ class DPFedAvg(Strategy):
             if metrics is not None:
                 result.evaluate_metrics_serverapp[round] = metrics
             self._finish_round(metrics)
+            if self.nodes_exhausted:
+                self.status = "budget_exhausted"
+                break
         result.arrays = arrays
         return result
 
@@ -222,6 +226,16 @@ class DPFedAvg(Strategy):
         """Returns None: clients report no metrics."""
         return None
 
+    @property
+    def nodes_exhausted(self) -> bool:
+        """True if every node has refused for its own budget, and the run may show that.
+
+        An amplified run goes on to its end, with noise alone: when its nodes' budgets ended would
+        tell the OBSERVER who had been sampled.
+        """
+        nodes = self._roster.node_ids
+        return bool(nodes) and nodes <= self._exhausted_nodes and not self._amplified()
+
     def _within_budget(self, round: int) -> bool:
         ledger = self.ledger
         return self.plan.within_budget(
@@ -230,8 +244,7 @@ class DPFedAvg(Strategy):
 
     def _charges_of(self, round: int) -> int:
         """Returns how often `round` was charged before: a round made again needs a new cohort."""
-        rows = sum(entry.round == round for entry in self.ledger.entries())
-        return rows // max(1, len(self.plan.events))
+        return self.ledger.rows_of(round) // max(1, len(self.plan.events))
 
     def _order(self, round: int, attempt: int) -> RoundOrder:
         clipping_norm = getattr(self.settings.mechanism, "clipping_norm", None)
@@ -257,16 +270,24 @@ class DPFedAvg(Strategy):
         """Returns the update in a reply if it is what was asked for, else notes why not."""
         try:
             update = wire.read_train_reply(reply)
-            if isinstance(update, str):
-                current.errors.append(update)
+            if isinstance(update, wire.NodeFailure):
+                self._note_refusal(current, reply, update)
                 return None
             self._check(current, reply.metadata.src_node_id, update)
         except ProtocolError as error:
             current.violations.append(str(error))
             return None
         current.answered.extend(update.clients)
+        self._exhausted_nodes.discard(reply.metadata.src_node_id)
         current.bytes_received += wire.num_bytes(reply)
         return update
+
+    def _note_refusal(self, current: _Round, reply: Message, failure: wire.NodeFailure) -> None:
+        """Counts the node's clients as absent and keeps the cause for the operator."""
+        node = reply.metadata.src_node_id
+        current.errors.append(failure.text)
+        if failure.code == wire.BUDGET_EXHAUSTED and node in current.asked:
+            self._exhausted_nodes.add(node)
 
     def _check(self, current: _Round, node: int, update: ProtectedUpdate) -> None:
         asked = set(current.asked.get(node, ())) - set(current.answered)
@@ -318,7 +339,7 @@ class DPFedAvg(Strategy):
         self.last_cause = causes[-1] if failed else self.last_cause
         self.anybody_answered |= bool(current.answered)
         # Ending early would tell the OBSERVER who was sampled, so an amplified run goes on.
-        if any(event.sampling is not Sampling.NONE for event in self._client_events()):
+        if self._amplified() or self.nodes_exhausted:
             return
         if self._failed_rounds >= min(MAX_FAILED_ROUNDS, self.settings.run.num_rounds):
             raise FederationError(
@@ -326,8 +347,9 @@ class DPFedAvg(Strategy):
                 f"the last cause:\n{causes[-1]}"
             )
 
-    def _client_events(self) -> list[PrivacyEvent]:
-        return [event for event in self.plan.events if event.unit is PrivacyUnit.CLIENT]
+    def _amplified(self) -> bool:
+        events = [event for event in self.plan.events if event.unit is PrivacyUnit.CLIENT]
+        return any(event.sampling is not Sampling.NONE for event in events)
 
     def _finish_round(self, metrics: MetricRecord | None) -> None:
         current = self._current

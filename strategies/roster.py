@@ -48,6 +48,11 @@ class Roster:
         """Number of nodes that can be asked."""
         return len(self._nodes)
 
+    @property
+    def node_ids(self) -> frozenset[int]:
+        """The nodes that can be asked."""
+        return frozenset(self._nodes)
+
     def gather(self, grid: Grid) -> None:
         """Waits for enough nodes: all of a simulation, else ``federation.min_nodes``.
 

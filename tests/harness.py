@@ -27,6 +27,7 @@ from fl_app.accounting.ledger import Ledger
 from fl_app.accounting.plan import PrivacyPlan, make_plan
 from fl_app.client_policy import Node
 from fl_app.engines.local import SERVER_NODE_ID, LocalGrid
+from fl_app.node_policy import NodePolicy
 from fl_app.overrides import compose
 from fl_app.plugins import ServerOptimizer, Transform
 from fl_app.report import RunReport
@@ -329,7 +330,15 @@ def shape_of(message: Message) -> dict[str, Any]:
     return shape
 
 
-def node(num_partitions: int = 1, *, simulated: bool = True, folder: Path | None = None) -> Node:
+def node(
+    num_partitions: int = 1,
+    *,
+    simulated: bool = True,
+    folder: Path | None = None,
+    **config: object,
+) -> Node:
+    """Node 0 with its ledger, if it has one, in `folder`; `config` with _ for -."""
+    keys = {key.replace("_", "-"): value for key, value in config.items()}
     return Node(
         partition_id=0,
         num_partitions=num_partitions,
@@ -337,6 +346,12 @@ def node(num_partitions: int = 1, *, simulated: bool = True, folder: Path | None
         simulated=simulated,
         allow_seeded_noise=False,
         cache_dir=folder or Path("unused"),
+        policy=NodePolicy.from_config(
+            keys,
+            simulated=simulated,
+            data_path=None,
+            ledger_folder=(folder or Path("unused")) / "nodes",
+        ),
     )
 
 

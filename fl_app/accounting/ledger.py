@@ -9,10 +9,12 @@ keep the head and the number of rows elsewhere (the checkpoint does) and give th
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -24,6 +26,9 @@ from fl_app.privacy import PrivacyEvent, PrivacyUnit
 from fl_app.stages import LedgerEntry
 
 SCHEMA_VERSION = 1
+_POLL_SECONDS = 0.02
+# Reading needs a writer first: a journal or write-ahead log of a process that was killed.
+_UNFINISHED = (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY)
 
 _TABLES = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -50,8 +55,9 @@ class Ledger:
         self._counts: dict[PrivacyEvent, int] = {}
         self._repeats: dict[PrivacyEvent, int] = {}
         self._charged: set[tuple[int, PrivacyUnit]] = set()
+        self._rows_of: dict[int, int] = {}
         for entry in self._entries:
-            self._count(entry.round, PrivacyEvent.from_json(entry.event))
+            self._count(entry.round, _event(entry.event))
 
     @classmethod
     def create(cls, path: str | Path, run_id: str) -> Ledger:
@@ -62,38 +68,50 @@ class Ledger:
         """
         path = Path(path)
         with _locked(path) as lock, _explained(path):
-            try:
-                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644))
-            except FileExistsError:
+            if path.exists():
                 raise LedgerError(
                     f"{path}: is there already; a new run needs a new ledger, choose another folder"
-                ) from None
-            connection = _connect(path)
-            with _transaction(connection):
-                for statement in _TABLES:
-                    connection.execute(statement)
-                meta = {"schema": str(SCHEMA_VERSION), "run_id": run_id}
-                connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
-            _sync_folder(path.parent)
-            return cls(path, lock, connection)
+                )
+            _write_empty(path, run_id)
+            return cls._on(path, lock)
 
     @classmethod
-    def open(cls, path: str | Path) -> Ledger:
+    def open(
+        cls, path: str | Path, *, create_as: str | None = None, wait_seconds: float = 0.0
+    ) -> Ledger:
         """Returns the ledger at `path` for appending, its whole chain verified.
 
+        Args:
+            path: the file.
+            create_as: id of the new ledger to begin if there is none; None: that is an error.
+            wait_seconds: how long to wait for another process that holds it.
+
         Raises:
-            LedgerError: missing, damaged, of another schema, or held by another process.
+            LedgerError: missing, damaged, of another schema or id, or held by another process.
         """
         path = Path(path)
-        if not path.is_file():
+        if create_as is None and not path.is_file():
             raise LedgerError(f"{path}: there is no ledger; restore it or start a new run")
-        with _locked(path) as lock, _explained(path):
-            connection = _connect(path)
-            try:
-                return cls(path, lock, connection)
-            except BaseException:
-                connection.close()
-                raise
+        with _locked(path, wait_seconds) as lock, _explained(path):
+            if create_as is not None and not path.exists():
+                _write_empty(path, create_as)
+            ledger = cls._on(path, lock)
+            if create_as is not None and create_as != (found := ledger.run_id):
+                ledger._connection.close()
+                raise LedgerError(
+                    f"{path}: is the ledger of {found}, not of {create_as}; name another file, or "
+                    "the id that it was begun with"
+                )
+            return ledger
+
+    @classmethod
+    def _on(cls, path: Path, lock: int) -> Ledger:
+        connection = _connect(path)
+        try:
+            return cls(path, lock, connection)
+        except BaseException:
+            connection.close()
+            raise
 
     def append(self, round: int, event: PrivacyEvent) -> LedgerEntry:
         """Returns the row of one release, durable."""
@@ -138,6 +156,10 @@ class Ledger:
         """Returns whether `round` has been charged."""
         return any((round, unit) in self._charged for unit in PrivacyUnit)
 
+    def rows_of(self, round: int) -> int:
+        """Returns how many rows `round` has."""
+        return self._rows_of.get(round, 0)
+
     @property
     def run_id(self) -> str:
         """The id that the chain starts from."""
@@ -163,6 +185,10 @@ class Ledger:
         if not 0 <= num_rows <= self.num_rows:
             raise LedgerError(f"{self._path}: has {self.num_rows} rows, not {num_rows}")
         return self._entries[num_rows - 1].digest if num_rows else self._genesis
+
+    def heads(self) -> list[str]:
+        """Returns the head after every number of rows, from 0 on."""
+        return [self._genesis, *(entry.digest for entry in self._entries)]
 
     def close(self) -> None:
         """Leaves one plain file without journals and gives up the lock. May be called twice."""
@@ -195,6 +221,7 @@ class Ledger:
         if (round, event.unit) in self._charged:
             self._repeats[event] = self._repeats.get(event, 0) + 1
         self._charged.add((round, event.unit))
+        self._rows_of[round] = self._rows_of.get(round, 0) + 1
 
 
 def verify(path: str | Path, head: str | None = None, num_rows: int | None = None) -> list[str]:
@@ -205,21 +232,13 @@ def verify(path: str | Path, head: str | None = None, num_rows: int | None = Non
         head: a head that it had once, kept elsewhere: without it rows removed at the end go unseen.
         num_rows: the number of rows that it had then.
     """
-    path = Path(path)
-    if not path.is_file():
-        return [f"there is no ledger at {path}"]
-    try:
-        address = f"{path.absolute().as_uri()}?mode=ro"
-        with closing(sqlite3.connect(address, uri=True)) as connection:
-            genesis, entries, problems = _read(connection)
-    except sqlite3.Error as error:
-        return [f"cannot be read as a ledger ({error})"]
+    genesis, entries, problems = _read_file(Path(path))
     if problems:
         return problems
-    return _rollback_problems([genesis, *(entry.digest for entry in entries)], head, num_rows)
+    return rollback_problems([genesis, *(entry.digest for entry in entries)], head, num_rows)
 
 
-def _rollback_problems(digests: Sequence[str], head: str | None, num_rows: int | None) -> list[str]:
+def rollback_problems(digests: Sequence[str], head: str | None, num_rows: int | None) -> list[str]:
     """Returns what speaks against `digests`, one per number of rows, having had `head` before."""
     kept = "the record kept elsewhere"
     if num_rows is not None and num_rows >= len(digests):
@@ -236,10 +255,40 @@ def read(path: str | Path) -> list[LedgerEntry]:
     Raises:
         LedgerError: missing or damaged.
     """
-    _, entries, problems = _read_file(Path(path))
+    return _verified(Path(path))[1]
+
+
+def heads(path: str | Path) -> list[str]:
+    """Returns the head of the ledger at `path` after every number of rows, from 0 on.
+
+    Raises:
+        LedgerError: missing or damaged.
+    """
+    genesis, entries = _verified(Path(path))
+    return [genesis, *(entry.digest for entry in entries)]
+
+
+def _verified(path: Path) -> tuple[str, list[LedgerEntry]]:
+    genesis, entries, problems = _read_file(path)
     if problems:
         raise LedgerError(f"{path}: {'; '.join(problems)}; restore it from a copy")
-    return entries
+    return genesis, entries
+
+
+def read_id(path: str | Path) -> str:
+    """Returns the id that the chain of the ledger at `path` starts from.
+
+    Raises:
+        LedgerError: missing or not a ledger.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise LedgerError(f"{path}: there is no ledger")
+    with _explained(path), closing(_read_only(path)) as connection:
+        row = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+    if row is None:
+        raise LedgerError(f"{path}: is not a ledger; it has no id")
+    return str(row[0])
 
 
 def _read_file(path: Path) -> tuple[str, list[LedgerEntry], list[str]]:
@@ -247,8 +296,7 @@ def _read_file(path: Path) -> tuple[str, list[LedgerEntry], list[str]]:
     if not path.is_file():
         return "", [], [f"there is no ledger at {path}"]
     try:
-        uri = f"{path.absolute().as_uri()}?mode=ro"
-        with closing(sqlite3.connect(uri, uri=True)) as connection:
+        with closing(_read_only(path)) as connection:
             return _read(connection)
     except sqlite3.Error as error:
         return "", [], [f"cannot be read as a ledger ({error})"]
@@ -283,11 +331,17 @@ def _chain_problems(genesis: str, entries: Sequence[LedgerEntry]) -> Iterator[st
             yield f"row {seq} was changed, moved or belongs to another chain"
             return
         try:
-            PrivacyEvent.from_json(entry.event)
+            _event(entry.event)
         except PrivacyError as error:
             yield f"row {seq} cannot be understood ({error})"
             return
         previous = entry.digest
+
+
+@functools.lru_cache(maxsize=256)
+def _event(text: str) -> PrivacyEvent:
+    """Returns the event of a row; few of them differ."""
+    return PrivacyEvent.from_json(text)
 
 
 def _entry(seq: int, round: int, event: str, previous: str) -> LedgerEntry:
@@ -298,6 +352,42 @@ def _entry(seq: int, round: int, event: str, previous: str) -> LedgerEntry:
 def _digest(values: list[Any]) -> str:
     text = json.dumps(values, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    """Returns a connection that cannot write, after undoing what a killed process left half."""
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    try:
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode not in _UNFINISHED:
+            connection.close()
+            raise
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as writer:
+            writer.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.DatabaseError:
+        connection.close()
+        raise
+    return connection
+
+
+def _write_empty(path: Path, run_id: str) -> None:
+    """Makes a ledger without rows; a kill leaves either all of it or nothing at `path`."""
+    if path.with_name(path.name + "-wal").exists():
+        raise LedgerError(f"{path}: was removed, its -wal file is still there; restore both")
+    temporary = path.with_name(path.name + ".new")
+    for rest in (temporary, temporary.with_name(temporary.name + "-journal")):
+        rest.unlink(missing_ok=True)
+    with closing(sqlite3.connect(temporary, isolation_level=None)) as connection:
+        connection.execute("PRAGMA synchronous=FULL")
+        with _transaction(connection):
+            for statement in _TABLES:
+                connection.execute(statement)
+            meta = {"schema": str(SCHEMA_VERSION), "run_id": run_id}
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+    os.chmod(temporary, 0o644)
+    os.rename(temporary, path)
+    sync_folder(path.parent)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -340,13 +430,13 @@ def _lock_path(path: Path) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
+def _locked(path: Path, wait_seconds: float = 0.0) -> Iterator[int]:
     """Yields the descriptor of the held lock, which stays held unless the body raises.
 
     Raises:
-        LedgerError: somebody holds it, or the folder is not there.
+        LedgerError: somebody holds it for longer than that, or the folder is not there.
     """
-    lock = _acquire(path)
+    lock = _acquire(path, wait_seconds)
     try:
         yield lock
     except BaseException:
@@ -354,8 +444,9 @@ def _locked(path: Path) -> Iterator[int]:
         raise
 
 
-def _acquire(path: Path) -> int:
+def _acquire(path: Path, wait_seconds: float) -> int:
     name = _lock_path(path)
+    deadline = time.monotonic() + wait_seconds
     while True:
         with _explained(path):
             lock = os.open(name, os.O_CREAT | os.O_RDWR, 0o644)
@@ -367,9 +458,11 @@ def _acquire(path: Path) -> int:
             os.close(lock)
         except BlockingIOError:
             os.close(lock)
-            raise LedgerError(
-                f"{path}: held by another process; wait until it ends, or end it"
-            ) from None
+            if time.monotonic() >= deadline:
+                raise LedgerError(
+                    f"{path}: held by another process; wait until it ends, or end it"
+                ) from None
+            time.sleep(_POLL_SECONDS)
 
 
 def _unlock(path: Path, lock: int) -> None:
@@ -377,7 +470,7 @@ def _unlock(path: Path, lock: int) -> None:
     os.close(lock)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes a new file's name durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

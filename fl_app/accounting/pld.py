@@ -88,7 +88,9 @@ class Pld(Accountant):
         # The library's exp(loss) breaks around a loss of 720; any valid bound will do there.
         if any(1 / sensitivity_multiplier(event) > EXP_LIMIT for event in steps if _pure(event)):
             return _loose(steps, delta)
-        epsilon = _epsilon(_merged(steps), _grid(steps, self.discretization), delta)
+        if (grid := _grid(steps, self.discretization)) > EXP_LIMIT:
+            return _loose(steps, delta)
+        epsilon = _epsilon(_merged(steps), grid, delta)
         if math.isfinite(epsilon) and not any(_pure(event) for event in steps):
             return epsilon
         return min(epsilon, _loose(steps, delta))

@@ -1,10 +1,15 @@
 """The dpfl command as people use it: exit codes, texts, files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import dpfl, results, run_here
+
+from fl_app.accounting.node_charge import node_events
+from fl_app.accounting.node_ledger import NodeLedger
+from fl_app.server_run import plan_of
 
 QUICK = ["run.num_rounds=2", "engine.num_workers=0"]
 
@@ -65,6 +70,46 @@ def test_ledger_show_and_verify(tmp_path: Path) -> None:
     assert cut.returncode == 1
     assert "older" in json.loads(cut.stdout)["problems"][0]
     assert dpfl("ledger", "show", str(tmp_path / "nothing")).returncode == 2
+
+
+def test_plan_shows_what_a_node_will_be_charged() -> None:
+    """10 of 100 rounds at z 1.386 cost a node 11.8; the sampled 4.0 is the observer's number."""
+    overrides = [
+        "mechanism=central_gaussian", "cohort=poisson", "cohort.sampling_rate=0.1",
+        "federation.population=100", "run.num_rounds=100", "privacy.target_epsilon=4",
+        "privacy.target_delta=1e-5",
+    ]  # fmt: skip
+    shown = plan_of(overrides)
+    charge = json.loads(json.dumps(shown.values, allow_nan=False))["node_charge"]
+    assert (charge["most_requests"], charge["expected_requests"]) == (100, 10)
+    client, record = charge["expected"]
+    assert (client["unit"], client["relation"], client["delta"]) == ("CLIENT", "ZERO_OUT", 1e-5)
+    assert client["epsilon"] == pytest.approx(11.77, abs=0.01)
+    assert (record["unit"], record["relation"]) == ("RECORD", "ADD_OR_REMOVE_ONE")
+    assert record["epsilon"] == pytest.approx(29.17, abs=0.02)
+    assert charge["most"][0]["epsilon"] == pytest.approx(56.0, abs=0.1)
+    assert "asked in 100 rounds, the most possible:" in shown.text
+    assert "CLIENT against OBSERVER: epsilon 11.773 at delta 1e-05, ZERO_OUT" in shown.text
+
+
+def test_ledger_show_and_verify_of_a_node(tmp_path: Path) -> None:
+    path = tmp_path / "ward.sqlite"
+    ledger = NodeLedger(path=path, data_id="ward-7", max_epsilon=None, max_delta=1e-5)
+    (event,) = node_events([], seeded=False)
+    for _ in range(10):
+        ledger.charge([replace(event, noise_multiplier=1.386)])
+    shown = dpfl("ledger", "show", str(path), "--json", "--max-epsilon", "40")
+    values = json.loads(shown.stdout)
+    assert (values["data_id"], values["num_requests"], len(values["rows"])) == ("ward-7", 10, 10)
+    found = {(row["unit"], row["accountant"]): row["epsilon"] for row in values["guarantees"]}
+    assert found["CLIENT", "pld"] == pytest.approx(11.77, abs=0.01)
+    assert found["RECORD", "pld"] == pytest.approx(29.17, abs=0.02)
+    assert found["RECORD", "rdp"] > found["RECORD", "pld"]
+    assert values["left"] == pytest.approx(40 - 29.17, abs=0.02)
+    path.with_name("ward.sqlite.head").unlink()
+    gone = dpfl("ledger", "verify", str(path), "--json")
+    assert gone.returncode == 1
+    assert "ward.sqlite.head is missing" in json.loads(gone.stdout)["problems"][0]
 
 
 def test_s40_relative_output_and_multirun_land_where_the_user_stands(tmp_path: Path) -> None:

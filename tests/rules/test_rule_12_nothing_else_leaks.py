@@ -131,13 +131,14 @@ def test_a_deployed_nodes_failure_tells_its_kind_and_never_its_text(
         2, wire.model_record(model.state_dict()), settings.to_wire(), order, [0]
     )
     message.metadata.__dict__["_message_id"] = "1"
-    config = {"partition-id": 0, "num-partitions": 1}
+    config = {"partition-id": 0, "num-partitions": 1, "allowed-placements": "central"}
     context = Context(1, 2, config, RecordDict(), {})  # type: ignore[arg-type]
     answer = wire.read_train_reply(client_app.app(message, context))
-    assert isinstance(answer, str)
-    assert "ValueError" in answer
-    assert "4711" not in answer
-    assert "Traceback" not in answer
+    assert isinstance(answer, wire.NodeFailure)
+    assert answer.code == wire.FAILED
+    assert "ValueError" in answer.text
+    assert "4711" not in answer.text
+    assert "Traceback" not in answer.text
 
 
 class Statistics(nn.Module):

@@ -11,13 +11,14 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fl_app.accounting.ledger import Ledger, read, verify
+from fl_app.accounting.ledger import Ledger, heads, read, read_id, verify
 from fl_app.errors import LedgerError
 from fl_app.privacy import NeighboringRelation, NoiseKind, PrivacyEvent, PrivacyUnit, View
 
@@ -292,6 +293,7 @@ def test_one_writer_at_a_time(path):
 
 WRITER = """
 import sys
+import threading
 from fl_app.accounting.ledger import Ledger
 from fl_app.privacy import PrivacyEvent
 ledger = Ledger.open(sys.argv[1])
@@ -372,3 +374,64 @@ def test_another_event_of_the_same_unit_in_a_round_is_a_repeat_too(path):
         ledger.append(1, CLIENT)
         ledger.append(1, other)
         assert ledger.repeats() == {other: 1}
+
+
+def test_a_ledger_is_readable_after_a_kill_in_the_middle_of_a_write(path):
+    """The half-written pages are undone first; a connection that cannot write could not do that."""
+    with filled(path) as ledger:
+        rows, head = ledger.entries(), ledger.head
+    code = (
+        "import os, sqlite3, sys\n"
+        "database = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "database.execute('PRAGMA cache_size = 1')\n"
+        "database.execute('BEGIN IMMEDIATE')\n"
+        "database.execute('UPDATE releases SET event = ?', ('x' * 100_000,))\n"
+        "os._exit(9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == 9
+    assert path.with_name(path.name + "-journal").exists()
+    assert verify(path, head, 5) == []
+    assert read(path) == rows
+
+
+def test_rows_of_a_round_are_counted(path):
+    with Ledger.create(path, "run") as ledger:
+        ledger.append_all(1, [CLIENT, RECORD])
+        ledger.append_all(1, [CLIENT, RECORD])
+        ledger.append(2, CLIENT)
+        assert [ledger.rows_of(r) for r in (1, 2, 3)] == [4, 1, 0]
+        head = ledger.head
+        assert ledger.heads()[-1] == head == heads(path)[-1]
+    with Ledger.open(path) as ledger:
+        assert [ledger.rows_of(r) for r in (1, 2, 3)] == [4, 1, 0]
+
+
+def test_a_ledger_that_is_not_there_is_begun_only_on_request(path):
+    with Ledger.open(path, create_as="data:a") as ledger:
+        ledger.append(1, CLIENT)
+    assert read_id(path) == "data:a"
+    with Ledger.open(path, create_as="data:a") as ledger:
+        assert ledger.num_rows == 1
+    with pytest.raises(LedgerError, match="data:a, not of data:b"):
+        Ledger.open(path, create_as="data:b")
+    Ledger.open(path).close()  # the lock was given up
+
+
+def test_a_write_ahead_log_without_its_ledger_is_no_new_ledger(path):
+    path.with_name(path.name + "-wal").write_bytes(b"rows")
+    with pytest.raises(LedgerError, match="was removed"):
+        Ledger.create(path, "run")
+    assert not path.exists()
+
+
+def test_one_who_waits_gets_the_ledger_when_its_holder_is_done(path):
+    filled(path).close()
+    writer = start_writer(path)
+    assert writer.stdout is not None
+    assert writer.stdout.readline()
+    with pytest.raises(LedgerError, match="held by another process"):
+        Ledger.open(path, wait_seconds=0.1)
+    threading.Timer(0.2, writer.kill).start()
+    with Ledger.open(path, wait_seconds=30) as waited:
+        assert waited.num_rows > 5
+    writer.communicate()

@@ -59,9 +59,11 @@ def test_reply_holds_the_update_and_public_facts_only() -> None:
 
 
 def test_failures_come_back_as_texts() -> None:
-    assert wire.read_train_reply(wire.failure_reply("no data", ask())) == "no data"
+    refused = wire.read_train_reply(wire.failure_reply("no data", ask(), wire.LEDGER))
+    assert refused == wire.NodeFailure(code="ledger", text="no data")
     crashed = Message(Error(8, "died"), reply_to=ask())
-    assert wire.read_train_reply(crashed) == "error code 8: died"
+    failed = wire.NodeFailure(code="failed", text="error code 8: died")
+    assert wire.read_train_reply(crashed) == failed
 
 
 @pytest.mark.parametrize(
