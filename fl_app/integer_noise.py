@@ -54,15 +54,6 @@ class IntegerTable:
     low: npt.NDArray[np.uint64]
     alias: npt.NDArray[np.int64]
 
-    def probability(self, value: int) -> Fraction:
-        """Returns the exact probability of drawing `value`."""
-        column = value + self.largest
-        thresholds = [(int(h) << _WORD) + int(low) for h, low in zip(self.high, self.low)]
-        full = 1 << (_WEIGHT_BITS - self.index_bits)
-        weight = thresholds[column] if 0 <= column < len(thresholds) else 0
-        weight += sum(full - thresholds[k] for k in np.flatnonzero(self.alias == column).tolist())
-        return Fraction(weight, 1 << _WEIGHT_BITS)
-
 
 @functools.lru_cache(maxsize=8)
 def table(kind: NoiseKind, variance: float) -> IntegerTable:

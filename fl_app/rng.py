@@ -44,7 +44,7 @@ def stream(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
 
 
 class NoiseSource:
-    """Normal, Laplace and integer samples from an AES-256-CTR keystream; one object per client and round.
+    """Samples of noise from an AES-256-CTR keystream; one object per client and round.
 
     Two uniforms of 53 bits make two normals by the transform of Box and Muller (1958,
     doi:10.1214/aoms/1177706645). The first uniform lies in (0, 1], so no sample is infinite; no
@@ -52,7 +52,7 @@ class NoiseSource:
 
     A Laplace sample is the inverse of its distribution function at one uniform of 54 bits: a sign,
     and 53 bits that are exact in float64 and never 0. None exceeds 53 ln 2 = 36.7, which cuts off a
-    probability of 2**-53.
+    probability of 2**-53. Integer noise comes from tables (`fl_app.integer_noise`).
 
     Guarantee:
         With an OS source, samples cannot be told from independent ones (rounded to float64)

@@ -149,18 +149,20 @@ def run_server(grid: Grid, settings: Settings) -> RunReport:
     data = settings.dataset.load(data_path=None, cache_dir=home() / "cache")
     model = new_model(settings, data.spec).to(device(settings.run.device))
     rows = nominal_rows(settings, data)
-    plan = make_plan(settings, rows)
+    size = num_parameters(model)
+    plan = make_plan(settings, rows, num_parameters=size)
     settings = with_noise(settings, plan)
     roster = Roster(settings.federation, settings.to_wire())
     roster.gather(grid)
-    plan = make_plan(settings, rows, simulated=roster.simulated)
+    plan = make_plan(settings, rows, simulated=roster.simulated, num_parameters=size)
     with _ServerRun(settings, plan, model, data) as run:
         return run.go(grid, roster, rows)
 
 
 def with_noise(settings: Settings, plan: PrivacyPlan) -> Settings:
-    """Returns the settings with the calibrated noise multipliers written in."""
+    """Returns the settings with what the plan decided written in: noise multipliers above all."""
     values = settings.to_mapping()
+    values["mechanism"] |= plan.mechanism_constants
     if plan.mechanism_noise_multiplier is not None:
         values["mechanism"]["noise_multiplier"] = plan.mechanism_noise_multiplier
     if plan.training_noise_multiplier is not None:
@@ -192,8 +194,8 @@ def plan_of(
     settings = Settings.from_mapping(compose_mapping(overrides))
     data = settings.dataset.load(data_path=None, cache_dir=home() / "cache")
     rows = nominal_rows(settings, data)
-    plan = make_plan(settings, rows)
     size = num_parameters(new_model(settings, data.spec))
+    plan = make_plan(settings, rows, num_parameters=size)
     values = plan.to_json(size) | {"num_parameters": size, "nominal_rows": rows}
     facts = plan.summary() | {"parameters": str(size), "nominal rows of a client": str(rows)}
     if (ratio := plan.signal_to_noise(size)) is not None:
