@@ -85,7 +85,8 @@ def _discrete_gaussian(variance: float) -> list[int]:
     """
     largest = math.ceil(math.sqrt(2 * _TAIL_BITS * math.log(2) * variance))
     context = Context(prec=_FIXED // 3)
-    step = (Decimal(-1) / (2 * Decimal(variance))).exp(context)
+    twice = context.multiply(Decimal(2), Decimal(variance))
+    step = context.divide(Decimal(-1), twice).exp(context)
     step_fixed = int(context.multiply(step, Decimal(2**_FIXED)))
     ratio, step_squared = step_fixed, step_fixed * step_fixed >> _FIXED
     weights = [1 << _FIXED]
