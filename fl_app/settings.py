@@ -375,7 +375,7 @@ def client_event(
             settings.federation.population,
             amplified=settings.federation.on_missing == "release",
         )
-    shares = None
+    view, shares = View.SERVER, None
     if settings.mechanism.placement is Placement.DISTRIBUTED:
         if num_parameters is None:
             raise SettingsError(
@@ -385,9 +385,11 @@ def client_event(
             noise_multiplier, num_parameters, settings.cohort_size
         )
         shares = mechanism.shares(num_parameters)
+        if not settings.protection.hides_from_server:
+            view = View.OBSERVER  # the server sees more than the sum: see `PrivacyEvent.one_share`
     return PrivacyEvent(
         unit=PrivacyUnit.CLIENT,
-        view=View.SERVER,
+        view=view,
         relation=NeighboringRelation.ZERO_OUT,
         noise=kind,
         noise_multiplier=noise_multiplier,

@@ -197,7 +197,10 @@ def _distributed_rows(settings: Settings, event: PrivacyEvent, shares: NoiseShar
     unit, relation = PrivacyUnit.CLIENT, event.relation
     observer = _row(unit, View.OBSERVER, relation, event, *common, honest, skipped)
     if settings.protection.hides_from_server:
-        hidden = f"protection={settings.protection.kind} shows the server sums only"
+        hidden = (
+            f"protection={settings.protection.kind} shows the server sums of at least {enough} "
+            "updates only"
+        )
         server = _row(unit, View.SERVER, relation, event, hidden, *common, honest, skipped)
         return [server, observer]
     alone = (

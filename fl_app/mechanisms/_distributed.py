@@ -163,7 +163,7 @@ class DistributedMechanism(GaussianMechanism):
                 f"{share_std / self._scale:.6g}, {share_std:.6g} in integer units"
             ),
             "integers that wrap around in a round": (
-                f"{wrapped:.2g} expected at most ({self.bits} bits hold {sigmas:.3g} sigma)"
+                f"about {wrapped:.2g} if updates agree ({self.bits} bits hold {sigmas:.3g} sigma)"
             ),
         }
 
