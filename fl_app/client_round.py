@@ -24,7 +24,7 @@ from fl_app.errors import (
     PrivacyError,
     ProtocolError,
 )
-from fl_app.models import build_model, flat_parameters, set_flat_parameters
+from fl_app.models import build_model, flat_parameters, num_parameters, set_flat_parameters
 from fl_app.node_policy import order_of
 from fl_app.partitioners import split_of
 from fl_app.plugins import TrainingJob
@@ -65,7 +65,8 @@ def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
     global_P = flat_parameters(model)
     if (ledger := node.ledger) is not None:
         # After all that may stand in the way, before anything that depends on a record leaves.
-        ledger.charge(request_events(settings, request.order) * len(request.clients))
+        events = request_events(settings, request.order, global_P.size)
+        ledger.charge(events * len(request.clients))
     updates: list[PrivatizedUpdate] = []
     failures: list[str] = []
     for client in request.clients:
@@ -183,10 +184,10 @@ def check_node(settings_json: str, node: Node) -> None:
     """
     settings = worker_settings(settings_json)
     node.check(settings)
+    model = worker_model(settings_json, node)
     if (ledger := node.ledger) is not None:
-        ledger.check(request_events(settings, order_of(settings)))
+        ledger.check(request_events(settings, order_of(settings), num_parameters(model)))
     client_partition(0, settings, worker_data(settings_json, node))  # splits all of them
-    worker_model(settings_json, node)
 
 
 @functools.lru_cache(maxsize=4)

@@ -186,8 +186,9 @@ def order_of(settings: Settings) -> RoundOrder:
 def _noises(settings: Settings, order: RoundOrder) -> dict[str, float | None]:
     """Returns the noise multipliers that count, by key."""
     found: dict[str, float | None] = {}
-    if settings.client_level:
-        found["mechanism.noise_multiplier"] = order.noise_multiplier
+    if settings.client_level and order.noise_multiplier is not None:
+        own = settings.mechanism.own_noise_multiplier(order.noise_multiplier)
+        found["mechanism.noise_multiplier"] = own
     if settings.training.private:
         found["training.noise_multiplier"] = order.training_noise_multiplier
     return found

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from fl_app import checks
 from fl_app.errors import SettingsError
-from fl_app.privacy import NoiseKind, Placement, PrivacyEvent
+from fl_app.privacy import NoiseKind, NoiseShares, Placement, PrivacyEvent
 
 if TYPE_CHECKING:
     import torch
@@ -209,6 +210,19 @@ class Training(Plugin):
         """Returns the record-level event of one call of `train`, None if it is not private."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CohortSize:
+    """Public facts about how many clients are asked in a round.
+
+    Attributes:
+        expected: the constant that a sum is divided by.
+        largest: see `Cohort.largest_size`.
+    """
+
+    expected: float
+    largest: int
+
+
 class Mechanism(Plugin):
     """Client-level privacy in two steps: bound the sensitivity, add noise where it belongs."""
 
@@ -217,6 +231,47 @@ class Mechanism(Plugin):
     placement: ClassVar[Placement | None]
     """Who adds the noise, None without client-level privacy."""
     noise_kind: ClassVar[NoiseKind | None]
+
+    @property
+    def modulus(self) -> int | None:
+        """What clients' integers are summed modulo, None for floats."""
+        return None
+
+    def wire_size(self, num_parameters: int) -> int:
+        """Returns the length of the vector that clients send, at least `num_parameters`."""
+        return num_parameters
+
+    def own_noise_multiplier(self, noise_multiplier: float) -> float:
+        """Returns z, or what it is of the noise that one client adds by itself where that is less.
+
+        A node's floor is about this: what others add it cannot verify.
+        """
+        return noise_multiplier
+
+    def can_release(self, num_answered: int) -> bool:
+        """Returns whether a sum over so many may be released; else the model stays as it is."""
+        return True
+
+    def resolved(self, noise_multiplier: float, num_parameters: int, cohort: CohortSize) -> Self:
+        """Returns the mechanism with the public constants filled in that the plan of a run decides.
+
+        Raises:
+            SettingsError: there are none that work.
+        """
+        return self
+
+    def check_run(self, noise_multiplier: float, num_parameters: int, cohort: CohortSize) -> None:
+        """Raises SettingsError if the resolved mechanism cannot work in such a run."""
+
+    def shares(self, num_parameters: int) -> NoiseShares | None:
+        """Returns the shares of integer noise of a resolved mechanism, None for other noise."""
+        return None
+
+    def facts(
+        self, noise_multiplier: float, num_parameters: int, cohort: CohortSize
+    ) -> dict[str, str]:
+        """Returns public facts of a resolved mechanism for people, by label."""
+        return {}
 
     @abstractmethod
     def privatize(
@@ -250,6 +305,13 @@ class Cohort(Plugin):
     @abstractmethod
     def expected_size(self, population: int) -> float:
         """Returns the public constant that a sum over a cohort is divided by."""
+
+    def largest_size(self, population: int) -> int:
+        """Returns the size of the largest cohorts; of random ones that of nearly all.
+
+        It serves to choose how many bits sums need; no privacy rests on it.
+        """
+        return math.ceil(self.expected_size(population))
 
     @abstractmethod
     def check(self, population: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -51,6 +51,8 @@ class NoiseKind(StrEnum):
 
     GAUSSIAN = "gaussian"
     LAPLACE = "laplace"
+    DISCRETE_GAUSSIAN = "discrete_gaussian"
+    SKELLAM = "skellam"
 
     @property
     def std_per_scale(self) -> float:
@@ -67,6 +69,40 @@ class Sampling(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseShares:
+    """How integer noise is spread over clients, and how far one client moves the sum of integers.
+
+    Attributes:
+        dimension: length of the integer vector, d.
+        scaled_norm: the clipping norm in integer units, C x scale.
+        norm_squared: the largest squared L2 norm of one client's rounded vector; rounding makes it
+            larger than `scaled_norm` squared.
+        num_shares: the fewest honest shares in the sum, h. The sum of so many has the event's noise
+            multiplier: one share has the variance (z x scaled_norm)^2 / h.
+    """
+
+    dimension: int
+    scaled_norm: float
+    norm_squared: int
+    num_shares: int
+
+    def __post_init__(self) -> None:
+        sound = math.isfinite(self.scaled_norm) and self.scaled_norm > 0
+        if not sound or min(self.dimension, self.norm_squared, self.num_shares) < 1:
+            raise PrivacyError(f"{self}: every number must be finite and > 0")
+
+    @property
+    def l1_norm(self) -> float:
+        """The largest L1 norm of one client's rounded vector of integers."""
+        return min(math.sqrt(self.dimension * self.norm_squared), float(self.norm_squared))
+
+    @property
+    def num_nonzero(self) -> int:
+        """The most elements of one client's rounded vector that are not zero."""
+        return min(self.dimension, self.norm_squared)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyEvent:
     """One release as an accountant needs it: what was noised, how, and for whom it counts.
 
@@ -78,12 +114,14 @@ class PrivacyEvent:
         noise_multiplier: noise scale of the sum / clipping norm (z), whatever the relation: an
             accountant that bounds REPLACE_ONE accounts for the doubled sensitivity itself. 0 means
             no noise. GAUSSIAN: std / L2 norm C. LAPLACE: scale b / L1 norm C (the std is sqrt(2)
-            b), so that one unsampled step has epsilon 1 / z at delta 0.
+            b), so that one unsampled step has epsilon 1 / z at delta 0. Integer noise: std in
+            integer units / ``shares.scaled_norm``.
         sampling: the sampling that may be credited.
         sampling_rate: probability that a unit takes part in one step (1 without sampling).
         population: number of units sampled from (FIXED_SIZE only, else 0).
         cohort_size: number of units in one step (FIXED_SIZE only, else 0).
         steps: equal noised steps inside this one release (the local steps of one training call).
+        shares: integer noise only (DISCRETE_GAUSSIAN, SKELLAM): its shares; else None.
     """
 
     unit: PrivacyUnit
@@ -96,6 +134,7 @@ class PrivacyEvent:
     population: int = 0
     cohort_size: int = 0
     steps: int = 1
+    shares: NoiseShares | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
@@ -109,10 +148,40 @@ class PrivacyEvent:
             raise PrivacyError("an event without sampling must have sampling_rate 1")
         if self.sampling is Sampling.FIXED_SIZE and not 0 < self.cohort_size <= self.population:
             raise PrivacyError("a fixed-size event needs 0 < cohort_size <= population")
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        integers = self.noise in (NoiseKind.DISCRETE_GAUSSIAN, NoiseKind.SKELLAM)
+        if integers != (self.shares is not None):
+            raise PrivacyError(f"noise={self.noise}: integer noise, and no other, has shares")
+        plain = self.sampling is Sampling.NONE
+        plain = plain and self.relation is not NeighboringRelation.REPLACE_ONE
+        if integers and not plain:
+            raise PrivacyError(f"noise={self.noise}: is bounded unsampled and not for REPLACE_ONE")
+
+    def one_share(self) -> PrivacyEvent:
+        """Returns the event as it is for whoever sees one client's share alone.
+
+        Raises:
+            PrivacyError: the event has no shares.
+        """
+        if self.shares is None:
+            raise PrivacyError(f"noise={self.noise}: has no shares")
+        return replace(
+            self,
+            noise_multiplier=self.noise_multiplier / math.sqrt(self.shares.num_shares),
+            shares=replace(self.shares, num_shares=1),
+        )
 
     def to_json(self) -> str:
-        """Returns the event as canonical JSON (sorted keys, shortest round-trip floats)."""
+        """Returns the event as canonical JSON (sorted keys, shortest round-trip floats).
+
+        An event without shares has no such key: so were all events written before there were any.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["shares"] = None if self.shares is None else asdict(self.shares)
+        if values["shares"] is None:
+            del values["shares"]
         return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod
@@ -126,6 +195,8 @@ class PrivacyEvent:
             values: dict[str, Any] = json.loads(text)
             for key, enum in _ENUMS.items():
                 values[key] = enum(values[key])
+            if "shares" in values:
+                values["shares"] = NoiseShares(**values["shares"])
             return cls(**values)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PrivacyError(f"not a privacy event: {error}") from error

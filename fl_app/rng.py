@@ -17,7 +17,8 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from fl_app.errors import PrivacyError
-from fl_app.stages import DoubleVector
+from fl_app.integer_noise import IntegerTable
+from fl_app.stages import DoubleVector, IndexVector
 
 _BLOCK_PAIRS = 1 << 14
 """Normal pairs made at a time: the scratch arrays stay in a core's cache."""
@@ -43,7 +44,7 @@ def stream(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
 
 
 class NoiseSource:
-    """Normal and Laplace samples from an AES-256-CTR keystream; one object per client and round.
+    """Samples of noise from an AES-256-CTR keystream; one object per client and round.
 
     Two uniforms of 53 bits make two normals by the transform of Box and Muller (1958,
     doi:10.1214/aoms/1177706645). The first uniform lies in (0, 1], so no sample is infinite; no
@@ -51,7 +52,7 @@ class NoiseSource:
 
     A Laplace sample is the inverse of its distribution function at one uniform of 54 bits: a sign,
     and 53 bits that are exact in float64 and never 0. None exceeds 53 ln 2 = 36.7, which cuts off a
-    probability of 2**-53.
+    probability of 2**-53. Integer noise comes from tables (`fl_app.integer_noise`).
 
     Guarantee:
         With an OS source, samples cannot be told from independent ones (rounded to float64)
@@ -109,6 +110,31 @@ class NoiseSource:
         self._check_process()
         for start in range(0, size, 2 * _BLOCK_PAIRS):
             self._fill_laplace(result[start : start + 2 * _BLOCK_PAIRS])
+        return result
+
+    def uniform(self, size: int) -> DoubleVector:
+        """Returns `size` new multiples of 2**-53, uniform in [0, 1).
+
+        Raises:
+            PrivacyError: a seeded source in a forked process, where its samples would repeat.
+        """
+        result = np.empty(size, np.float64)
+        self._check_process()
+        for start in range(0, size, 2 * _BLOCK_PAIRS):
+            part = result[start : start + 2 * _BLOCK_PAIRS]
+            np.multiply(self._words(part.size), _STEP, out=part)
+        return result
+
+    def integers(self, law: IntegerTable, size: int) -> IndexVector:
+        """Returns `size` new samples of an integer law, exact up to `law`'s own precision.
+
+        Raises:
+            PrivacyError: a seeded source in a forked process, where its samples would repeat.
+        """
+        result = np.empty(size, np.int64)
+        self._check_process()
+        for start in range(0, size, 2 * _BLOCK_PAIRS):
+            self._fill_integers(result[start : start + 2 * _BLOCK_PAIRS], law)
         return result
 
     def add_gaussian(self, vector_P: DoubleVector, std: float) -> None:
@@ -171,6 +197,20 @@ class NoiseSource:
         out += _STEP
         np.log(out, out=out)
         np.negative(out, out=out, where=~negative)
+
+    def _fill_integers(self, out: IndexVector, law: IntegerTable) -> None:
+        """Overwrites `out` (one block at most): the low bits pick a column, the rest compare."""
+        words = self._raw_words(out.size)
+        columns = (words & np.uint64((1 << law.index_bits) - 1)).astype(np.int64)
+        np.right_shift(words, np.uint64(law.index_bits), out=words)
+        high = law.high.take(columns)
+        own = words < high
+        undecided = np.flatnonzero(words == high)
+        if undecided.size:
+            own[undecided] = self._raw_words(undecided.size) < law.low[columns[undecided]]
+        np.copyto(out, columns)
+        np.copyto(out, law.alias.take(columns), where=~own)
+        out -= law.largest
 
     def _words(self, count: int) -> np.typing.NDArray[np.uint64]:
         """Returns the next `count` keystream words as numbers in [0, 2**53)."""

@@ -170,18 +170,20 @@ def run_server(grid: Grid, settings: Settings) -> RunReport:
     evaluated = evaluation_rows(settings, data)
     model = new_model(settings, data.spec).to(device(settings.run.device))
     rows = nominal_rows(settings, data)
-    plan = make_plan(settings, rows)
+    size = num_parameters(model)
+    plan = make_plan(settings, rows, num_parameters=size)
     settings = with_noise(settings, plan)
     roster = Roster(settings.federation, settings.to_wire())
     roster.gather(grid)
-    plan = make_plan(settings, rows, simulated=roster.simulated)
+    plan = make_plan(settings, rows, simulated=roster.simulated, num_parameters=size)
     with _ServerRun(settings, plan, model, evaluated) as run:
         return run.go(grid, roster, rows)
 
 
 def with_noise(settings: Settings, plan: PrivacyPlan) -> Settings:
-    """Returns the settings with the calibrated noise multipliers written in."""
+    """Returns the settings with what the plan decided written in: noise multipliers above all."""
     values = settings.to_mapping()
+    values["mechanism"] |= plan.mechanism_constants
     if plan.mechanism_noise_multiplier is not None:
         values["mechanism"]["noise_multiplier"] = plan.mechanism_noise_multiplier
     if plan.training_noise_multiplier is not None:
@@ -214,8 +216,8 @@ def plan_of(
     data = settings.dataset.load(data_path=None, cache_dir=home() / "cache")
     evaluation_rows(settings, data)
     rows = nominal_rows(settings, data)
-    plan = make_plan(settings, rows)
     size = num_parameters(new_model(settings, data.spec))
+    plan = make_plan(settings, rows, num_parameters=size)
     charge = planned_charge(plan)
     values = plan.to_json(size) | {
         "num_parameters": size,

@@ -19,6 +19,7 @@ from fl_app.errors import SettingsError
 from fl_app.plugins import (
     Accountant,
     Cohort,
+    CohortSize,
     Dataset,
     Engine,
     Mechanism,
@@ -277,10 +278,13 @@ class Settings:
             )
 
     def events(self, noise_multiplier: float = 1.0) -> list[PrivacyEvent]:
-        """Returns the events of one round at `noise_multiplier`, one per private unit."""
+        """Returns the events of one round at `noise_multiplier`, one per private unit.
+
+        Those of integer noise as if the model had one parameter: see `client_event`.
+        """
         events = []
         if self.client_level and self.mechanism.noise_kind is not None:
-            events.append(client_event(self, noise_multiplier))
+            events.append(client_event(self, noise_multiplier, 1))
         if (event := self.training.event(noise_multiplier)) is not None:
             events.append(event)
         return events
@@ -306,6 +310,15 @@ class Settings:
         if problems:
             raise SettingsError("\n".join(problems))
         return cls(**built)
+
+    @property
+    def cohort_size(self) -> CohortSize:
+        """How many clients are asked in a round."""
+        population = self.federation.population
+        return CohortSize(
+            expected=self.cohort.expected_size(population),
+            largest=self.cohort.largest_size(population),
+        )
 
     def to_mapping(self) -> dict[str, Any]:
         """Returns the plain nested values that `from_mapping` takes."""
@@ -343,8 +356,19 @@ class Settings:
         return values
 
 
-def client_event(settings: Settings, noise_multiplier: float) -> PrivacyEvent:
-    """Returns the CLIENT event of one round of mechanism and cohort (rules 9 and 10)."""
+def client_event(
+    settings: Settings, noise_multiplier: float, num_parameters: int | None = None
+) -> PrivacyEvent:
+    """Returns the CLIENT event of one round of mechanism and cohort (rules 9 and 10).
+
+    Args:
+        settings: the checked settings.
+        noise_multiplier: z.
+        num_parameters: P, which integer noise is accounted with; others do without it.
+
+    Raises:
+        SettingsError: there is no noise, P is missing, or the mechanism does not fit the cohort.
+    """
     kind = settings.mechanism.noise_kind
     if kind is None:
         raise SettingsError(f"mechanism={settings.mechanism.kind} has no noise to account for")
@@ -355,12 +379,25 @@ def client_event(settings: Settings, noise_multiplier: float) -> PrivacyEvent:
             settings.federation.population,
             amplified=settings.federation.on_missing == "release",
         )
+    view, shares = View.SERVER, None
+    if settings.mechanism.placement is Placement.DISTRIBUTED:
+        if num_parameters is None:
+            raise SettingsError(
+                f"mechanism={settings.mechanism.kind}: is accounted with the number of parameters"
+            )
+        mechanism: Mechanism = settings.mechanism.resolved(
+            noise_multiplier, num_parameters, settings.cohort_size
+        )
+        shares = mechanism.shares(num_parameters)
+        if not settings.protection.hides_from_server:
+            view = View.OBSERVER  # the server sees more than the sum: see `PrivacyEvent.one_share`
     return PrivacyEvent(
         unit=PrivacyUnit.CLIENT,
-        view=View.SERVER,
+        view=view,
         relation=NeighboringRelation.ZERO_OUT,
         noise=kind,
         noise_multiplier=noise_multiplier,
+        shares=shares,
     )
 
 

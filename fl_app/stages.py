@@ -135,13 +135,16 @@ class PrivatizedUpdate:
 
     Attributes:
         client: the client's number.
-        vector_P: [P] float32, finite; clipped, and noised where the placement says so.
+        vector_P: [P] float32, finite; clipped, and noised where the placement says so. With a
+            modulus [W] int64 from 0 to modulus - 1, of the mechanism's own length W.
         weight: 1 except for example weighting without any privacy.
+        modulus: sums are taken modulo it; None: they are plain sums.
     """
 
     client: int
-    vector_P: FloatVector
+    vector_P: FloatVector | IndexVector
     weight: float
+    modulus: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +154,16 @@ class ProtectedUpdate:
     Attributes:
         round: the round it belongs to.
         clients: the clients in it.
-        vector_P: [P] float32 of one client, float64 of a sum.
+        vector_P: [P] float32 of one client, float64 of a sum; with a modulus [W] int64.
         weight: sum of their weights.
+        modulus: that of the updates.
     """
 
     round: int
     clients: tuple[int, ...]
-    vector_P: FloatVector | DoubleVector
+    vector_P: FloatVector | DoubleVector | IndexVector
     weight: float
+    modulus: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,7 +175,7 @@ class CohortSum:
 
     Attributes:
         round: the round.
-        sum_P: [P] float64.
+        sum_P: [P] float64; [W] of whole numbers if updates are integers.
         weight: sum of weights of the answers.
         num_answered: clients in it (private under Poisson sampling: operator only).
     """
@@ -187,7 +192,8 @@ class Release:
 
     Attributes:
         round: the round.
-        mean_P: [P] float64, the average change of the model.
+        mean_P: [P] float64, the average change of the model; of longer vectors [W],
+            of which the first P count.
         noise_std_of_sum: std of the noise on the sum that the accounting relies on (0: none added).
         noise_std_of_mean: the same after the division.
     """

@@ -30,6 +30,7 @@ ORDER = "order"
 CLIENTS = "clients"
 ROUND = "round"
 WEIGHT = "weight"
+MODULUS = "modulus"
 ERROR = "error"
 CODE = "code"
 PARTITION_ID = "partition-id"
@@ -188,6 +189,8 @@ def train_reply(update: ProtectedUpdate, reply_to: Message) -> Message:
             ERROR: "",
         }
     )
+    if update.modulus is not None:
+        config[MODULUS] = update.modulus
     return Message(RecordDict({UPDATE: arrays, CONFIG: config}), reply_to=reply_to)
 
 
@@ -212,14 +215,20 @@ def read_train_reply(message: Message) -> ProtectedUpdate | NodeFailure:
     try:
         vector_P = message.content.array_records[UPDATE][VECTOR].numpy()
         weight = config[WEIGHT]
-        flat = vector_P.ndim == 1 and vector_P.dtype in (np.float32, np.float64)
-        if not flat or not isinstance(weight, float):
-            raise ProtocolError("train reply: the update must be one flat float vector")
+        modulus = _int(config[MODULUS]) if MODULUS in config else None
+        types = (np.float32, np.float64) if modulus is None else (np.int64,)
+        if vector_P.ndim != 1 or vector_P.dtype not in types or not isinstance(weight, float):
+            raise ProtocolError(
+                "train reply: the update must be one flat float vector, or int64 with a modulus"
+            )
+        if modulus is not None and not ((vector_P >= 0) & (vector_P < modulus)).all():
+            raise ProtocolError("train reply: integers must lie between 0 and the modulus")
         return ProtectedUpdate(
             round=_int(config[ROUND]),
             clients=_ints(config[CLIENTS]),
             vector_P=vector_P,
             weight=weight,
+            modulus=modulus,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"train reply: {type(error).__name__} {error}") from error

@@ -112,6 +112,7 @@ class DPFedAvg(Strategy):
         self._on_round = on_round
         self._should_stop = should_stop
         self._settings_json = settings.to_wire()
+        self._wire_size = settings.mechanism.wire_size(parameters_P.size)
         self._expected_cohort = settings.cohort.expected_size(settings.federation.population)
         self._current: _Round | None = None
         self._failed_rounds = 0
@@ -210,7 +211,7 @@ class DPFedAvg(Strategy):
         updates.sort(key=lambda u: u.clients)  # one order of summation, whoever was faster
         total = self._combine(current, updates)
         skip = self.settings.federation.on_missing == "skip" and total.num_answered == 0
-        if not skip:
+        if not skip and self._can_release(total):
             self._release_and_step(current, total)
         return self._to_arrays(self.parameters_P.astype(np.float32)), None
 
@@ -297,8 +298,10 @@ class DPFedAvg(Strategy):
             raise ProtocolError(f"node {node}: replied for clients that it was not asked for")
         if len(set(update.clients)) != len(update.clients):
             raise ProtocolError(f"node {node}: counts a client twice")
-        if update.vector_P.shape != self.parameters_P.shape:
+        if update.vector_P.shape != (self._wire_size,):
             raise ProtocolError(f"node {node}: the update has the wrong size")
+        if update.modulus != self.settings.mechanism.modulus:
+            raise ProtocolError(f"node {node}: the update has the wrong modulus")
         if not np.isfinite(update.vector_P).all():
             raise ProtocolError(f"node {node}: the update is not finite")
         uniform = self.settings.federation.weighting == "uniform"
@@ -308,9 +311,21 @@ class DPFedAvg(Strategy):
             raise ProtocolError(f"node {node}: the weight is not its number of clients")
 
     def _combine(self, current: _Round, updates: Sequence[ProtectedUpdate]) -> CohortSum:
-        return self.settings.protection.combine(
-            updates, self.parameters_P.size, current.order.round
+        return self.settings.protection.combine(updates, self._wire_size, current.order.round)
+
+    def _can_release(self, total: CohortSum) -> bool:
+        """Returns whether the mechanism's noise is in the sum; else the round was charged in vain.
+
+        Only the operator's log says so; the OBSERVER sees a model that did not move.
+        """
+        if self.settings.mechanism.can_release(total.num_answered):
+            return True
+        log.warning(
+            "round %d: only %d answers, not released (mechanism.min_survivors)",
+            total.round,
+            total.num_answered,
         )
+        return False
 
     def _release_and_step(self, current: _Round, total: CohortSum) -> None:
         """Noise first, then the optimizer; `total` is overwritten by the release (rule 6)."""
@@ -320,7 +335,8 @@ class DPFedAvg(Strategy):
         release = self.settings.mechanism.release(
             total, current.order, self._expected_cohort, noise
         )
-        self.settings.server_optimizer.step(self.parameters_P, release.mean_P, self.optimizer_state)
+        mean_P = release.mean_P[: self.parameters_P.size]  # what a mechanism padded is dropped
+        self.settings.server_optimizer.step(self.parameters_P, mean_P, self.optimizer_state)
 
     def _note_failures(self, current: _Round) -> None:
         """Logs each new cause once, and ends a run in which nobody works any more.

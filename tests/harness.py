@@ -32,7 +32,7 @@ from fl_app.overrides import compose
 from fl_app.plugins import ServerOptimizer, Transform
 from fl_app.report import RunReport
 from fl_app.run import default_directory
-from fl_app.server_run import load_settings, run_server
+from fl_app.server_run import load_settings, run_server, with_noise
 from fl_app.settings import Settings
 from fl_app.stages import ClientPartition, LoadedData, LocalUpdate, RoundTrace, Table
 from fl_app.wire import NodeFacts, TrainRequest
@@ -209,9 +209,11 @@ def federation(
 ) -> Federation:
     """Returns a federation with one client per node unless `num_nodes` says otherwise."""
     settings = composed("training=sgd", "server_optimizer=sgd", *overrides)
+    plan = make_plan(settings, num_parameters=num_parameters)
+    if plan.mechanism_constants:
+        settings = with_noise(settings, plan)
     optimizer = WatchedOptimizer(settings.server_optimizer)
     settings = replace(settings, server_optimizer=optimizer)
-    plan = make_plan(settings)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "ledger.sqlite"
     ledger = Ledger.create(path, "test")

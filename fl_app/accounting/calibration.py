@@ -56,7 +56,9 @@ def calibrate(
 
     low, high = _bracket(evaluate)
     if high is None:
-        raise AccountingError(_unreachable(accountant, target_epsilon, delta))
+        integers = any(event.shares is not None for event in make_events(1.0))
+        remedy = ", raise mechanism.bits" if integers else ""
+        raise AccountingError(_unreachable(accountant, target_epsilon, delta) + remedy)
     if low is None:
         return math.exp(high.log_z)
     return math.exp(_narrow(evaluate, low, high).log_z)

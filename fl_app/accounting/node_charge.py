@@ -69,6 +69,7 @@ _GENUINE = "the node runs the genuine program, and its data are asked for throug
 _FULL = "every asked client of the node is charged in full, and its split into clients is given"
 _CENTRAL = "assuming the server adds the noise of CENTRAL releases, which a node cannot verify"
 _TWICE = "a record moves a clipped update by up to 2C: client-level noise counts at half its z"
+_ONE_SHARE = "of integer noise the node's own share alone is counted, whatever others add"
 _BATCHES = (
     "which rows are in a batch stays hidden: a deployed node draws them from its own entropy, a "
     "simulated one from run.seed, which the adversary then must not know"
@@ -77,7 +78,9 @@ _BARE = "a request had no client-level noise"
 _UNBOUNDED = "a request had no noise, or no accountant bounds what was asked together"
 
 
-def request_events(settings: Settings, order: RoundOrder) -> list[PrivacyEvent]:
+def request_events(
+    settings: Settings, order: RoundOrder, num_parameters: int
+) -> list[PrivacyEvent]:
     """Returns what one asked client is charged for one request; at least one event.
 
     Guarantee: a function of public values only; what the noise is comes from `order`, which is what
@@ -85,7 +88,7 @@ def request_events(settings: Settings, order: RoundOrder) -> list[PrivacyEvent]:
     """
     events = []
     if settings.client_level:
-        events.append(client_event(settings, order.noise_multiplier or 0.0))
+        events.append(client_event(settings, order.noise_multiplier or 0.0, num_parameters))
     if (record := settings.training.event(order.training_noise_multiplier or 0.0)) is not None:
         events.append(record)
     return node_events(events, seeded=settings.run.seeded_noise)
@@ -108,6 +111,9 @@ def node_events(round_events: Iterable[PrivacyEvent], *, seeded: bool) -> list[P
 def _un_amplified(event: PrivacyEvent) -> PrivacyEvent:
     if event.unit is PrivacyUnit.RECORD:
         return event
+    if event.shares is not None:
+        # How many shares meet in a sum, and who sees it, the node cannot verify: its own it can.
+        event = replace(event.one_share(), view=View.SERVER)
     return replace(
         event,
         relation=NeighboringRelation.ZERO_OUT,
@@ -121,13 +127,22 @@ def _un_amplified(event: PrivacyEvent) -> PrivacyEvent:
 def as_record_event(event: PrivacyEvent) -> PrivacyEvent:
     """Returns the RECORD event (ADD_OR_REMOVE_ONE) that bounds a charged event.
 
-    Guarantee: a client-level release is counted at sensitivity 2C, see above.
+    Guarantee: a client-level release is counted at sensitivity 2C, see above. Integer noise: two
+        rounded vectors differ by up to twice the norm after rounding, and the bounds of
+        `fl_app.accounting.integers` hold for every integer vector of that norm.
 
     Raises:
         AccountingError: noise whose bound does not scale with the sensitivity alone.
     """
     if event.unit is PrivacyUnit.RECORD:
         return event
+    if event.shares is not None:
+        return replace(
+            event,
+            unit=PrivacyUnit.RECORD,
+            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+            shares=replace(event.shares, norm_squared=4 * event.shares.norm_squared),
+        )
     if event.noise not in (NoiseKind.GAUSSIAN, NoiseKind.LAPLACE):
         raise AccountingError(f"a node cannot charge {event.noise} noise to a record")
     twice = replace(event, relation=NeighboringRelation.REPLACE_ONE)
@@ -243,6 +258,8 @@ def _guarantee(
     assumptions = [_GENUINE, _FULL, *([_CENTRAL] if central else [])]
     if unit is PrivacyUnit.RECORD and any(e.unit is PrivacyUnit.CLIENT for e in counts):
         assumptions.append(_TWICE)
+    if any(event.shares is not None for event in counts):
+        assumptions.append(_ONE_SHARE)
     if unit is PrivacyUnit.RECORD and any(e.sampling is Sampling.POISSON for e in counts):
         assumptions.append(_BATCHES)
     missing = unit is PrivacyUnit.CLIENT and not client_level

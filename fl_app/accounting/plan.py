@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
 from fl_app.accounting import rdp
 from fl_app.accounting.calibration import calibrate
 from fl_app.accounting.statement import NO_NOISE, SEEDED, Row, round_event, statement_rows
-from fl_app.errors import SettingsError
 from fl_app.plugins import Accountant, Cohort
 from fl_app.privacy import Guarantee, NoiseKind, Placement, PrivacyEvent, PrivacyUnit, Sampling
 from fl_app.settings import Settings
@@ -55,6 +54,8 @@ class PrivacyPlan:
         training_clipping_norm: record-level C, None without.
         expected_batch: batch rate x nominal rows, None without record-level privacy.
         placement: who adds the client-level noise, None if nobody.
+        mechanism_constants: settings of the mechanism that the plan decided, by key.
+        mechanism_facts: what the mechanism says about itself, by label.
         warnings: what the reader should know before trusting a row.
     """
 
@@ -75,6 +76,8 @@ class PrivacyPlan:
     training_clipping_norm: float | None
     expected_batch: float | None
     placement: Placement | None
+    mechanism_constants: Mapping[str, float]
+    mechanism_facts: Mapping[str, str]
     warnings: tuple[str, ...]
 
     @property
@@ -181,14 +184,17 @@ class PrivacyPlan:
     def noise_std_of_sum(self) -> float | None:
         """Std of the client-level noise on the sum over a cohort of the expected size.
 
-        LOCAL: sqrt(cohort) independent noises of z C. None without client-level privacy.
+        LOCAL: sqrt(cohort) independent noises of z C. DISTRIBUTED: cohort shares, of which the
+        fewest honest have z C. None without client-level privacy.
         """
         if self.mechanism_clipping_norm is None or self.mechanism_noise_multiplier is None:
             return None
         std = self.mechanism_noise_multiplier * self.mechanism_clipping_norm
         std *= self._std_per_scale(PrivacyUnit.CLIENT)
-        local = self.placement is Placement.LOCAL
-        return std * math.sqrt(self.expected_cohort) if local else std
+        if self.placement is Placement.CENTRAL:
+            return std
+        shares = [event.shares.num_shares for event in self.events if event.shares is not None]
+        return std * math.sqrt(self.expected_cohort / (shares[0] if shares else 1))
 
     @property
     def noise_std_of_mean(self) -> float | None:
@@ -220,6 +226,7 @@ class PrivacyPlan:
             facts["noise std of sum"] = f"{std:.6g}"
             facts["noise std of mean"] = f"{self.noise_std_of_mean:.6g}"
             facts["expected cohort"] = f"{self.expected_cohort:g}"
+            facts.update(self.mechanism_facts)
         if self.training_noise_multiplier is not None:
             facts["record-level noise multiplier"] = f"{self.training_noise_multiplier:.6g}"
             facts["record-level clipping norm"] = f"{self.training_clipping_norm:g}"
@@ -251,6 +258,8 @@ class PrivacyPlan:
             "expected_cohort": self.expected_cohort,
             "mechanism_noise_multiplier": self.mechanism_noise_multiplier,
             "training_noise_multiplier": self.training_noise_multiplier,
+            "mechanism_constants": dict(self.mechanism_constants),
+            "mechanism_facts": dict(self.mechanism_facts),
             "noise_std_of_sum": self.noise_std_of_sum,
             "noise_std_of_mean": self.noise_std_of_mean,
             "signal_to_noise": ratio,
@@ -287,6 +296,8 @@ class PrivacyPlan:
             assumptions = (SEEDED,)
         elif row.event is not None:
             composed = self._composed(counts, row.event, repeats)
+            if row.one_share:
+                composed = {event.one_share(): count for event, count in composed.items()}
             epsilon = self._epsilon(self.accountant, composed)
             if row.event.noise_multiplier == 0:
                 assumptions = (NO_NOISE,)
@@ -354,7 +365,11 @@ class PrivacyPlan:
 
 
 def make_plan(
-    settings: Settings, nominal_rows: int | None = None, *, simulated: bool = True
+    settings: Settings,
+    nominal_rows: int | None = None,
+    *,
+    simulated: bool = True,
+    num_parameters: int | None = None,
 ) -> PrivacyPlan:
     """Returns the plan of a run; calibrates the bound unit's noise if its multiplier is null.
 
@@ -363,19 +378,18 @@ def make_plan(
         nominal_rows: public row count of one client (record level), if it is known.
         simulated: False if every node draws its batches, and the server its cohorts, from the
             operating system; True states the assumption that simulations need.
+        num_parameters: P of the model; needed for integer noise only.
 
     Raises:
         AccountingError: the target cannot be reached.
-        SettingsError: a placement that has no statement yet.
+        SettingsError: integer noise that P is not known for, or that does not fit its integers.
     """
-    if settings.mechanism.placement is Placement.DISTRIBUTED:
-        raise SettingsError(
-            f"mechanism={settings.mechanism.kind}: noise shares have no accounting yet; "
-            "choose mechanism=central_gaussian or mechanism=local_gaussian"
-        )
-    mechanism_z = _noise_multiplier(settings, PrivacyUnit.CLIENT)
+    mechanism_z = _noise_multiplier(settings, PrivacyUnit.CLIENT, num_parameters)
     training_z = _noise_multiplier(settings, PrivacyUnit.RECORD)
-    rows = statement_rows(settings, mechanism_z, training_z, simulated=simulated)
+    rows = statement_rows(
+        settings, mechanism_z, training_z, simulated=simulated, num_parameters=num_parameters
+    )
+    constants, facts = _mechanism_of_run(settings, mechanism_z, num_parameters)
     population = settings.federation.population
     batch_rate = getattr(settings.training, "batch_rate", None)
     known = batch_rate is not None and nominal_rows is not None and training_z is not None
@@ -397,11 +411,34 @@ def make_plan(
         training_clipping_norm=_clipping_norm(settings.training, training_z),
         expected_batch=batch_rate * nominal_rows if known else None,  # type: ignore[operator]
         placement=settings.mechanism.placement,
+        mechanism_constants=constants,
+        mechanism_facts=facts,
         warnings=(
             *_warnings(settings, nominal_rows, mechanism_z, training_z),
             *_caveats(settings, rows),
         ),
     )
+
+
+def _mechanism_of_run(
+    settings: Settings, noise_multiplier: float | None, num_parameters: int | None
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Returns the constants that a mechanism left open, as the run will have them, and its facts.
+
+    Raises:
+        SettingsError: a constant that was given does not work.
+    """
+    if noise_multiplier is None or num_parameters is None:
+        return {}, {}
+    run = (noise_multiplier, num_parameters, settings.cohort_size)
+    mechanism: Any = settings.mechanism.resolved(*run)
+    mechanism.check_run(*run)
+    constants = {
+        f.name: getattr(mechanism, f.name)
+        for f in fields(mechanism)
+        if getattr(settings.mechanism, f.name) != getattr(mechanism, f.name)
+    }
+    return constants, dict(mechanism.facts(*run))
 
 
 def _caveats(settings: Settings, rows: tuple[Row, ...]) -> list[str]:
@@ -415,9 +452,11 @@ def _caveats(settings: Settings, rows: tuple[Row, ...]) -> list[str]:
     return list(found)
 
 
-def _noise_multiplier(settings: Settings, unit: PrivacyUnit) -> float | None:
+def _noise_multiplier(
+    settings: Settings, unit: PrivacyUnit, num_parameters: int | None = None
+) -> float | None:
     """Returns z of `unit`: configured, calibrated over the whole run, or None if not private."""
-    if round_event(settings, unit, 1.0) is None:
+    if round_event(settings, unit, 1.0, num_parameters) is None:
         return None
     configured = settings.noise_multiplier_of(unit)
     target = settings.privacy.target_epsilon
@@ -426,7 +465,7 @@ def _noise_multiplier(settings: Settings, unit: PrivacyUnit) -> float | None:
     num_rounds = settings.run.num_rounds
 
     def whole_run(noise_multiplier: float) -> dict[PrivacyEvent, int]:
-        event = round_event(settings, unit, noise_multiplier)
+        event = round_event(settings, unit, noise_multiplier, num_parameters)
         if event is None:
             return {}
         population = settings.federation.population

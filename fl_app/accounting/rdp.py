@@ -13,6 +13,7 @@ import dp_accounting
 import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
 
+from fl_app.accounting.integers import integer_noise_rdp
 from fl_app.accounting.steps import fits, sensitivity_multiplier, step_counts
 from fl_app.errors import AccountingError
 from fl_app.plugins import Accountant
@@ -30,7 +31,8 @@ class Rdp(Accountant):
 
     Sampled Gaussians: Mironov, Talwar and Zhang (2019, arXiv:1908.10530) for Poisson; Wang, Balle
     and Kasiviswanathan (2019, arXiv:1808.00087, theorem 27) for fixed size. Conversion to epsilon:
-    Canonne, Kamath and Steinke (2020, arXiv:2004.00010, proposition 12).
+    Canonne, Kamath and Steinke (2020, arXiv:2004.00010, proposition 12). Integer noise:
+    `fl_app.accounting.integers`.
 
     Guarantee: an upper bound on epsilon under the relation of the events.
         POISSON with ADD_OR_REMOVE_ONE; FIXED_SIZE with REPLACE_ONE at sensitivity 2C; unsampled
@@ -38,13 +40,13 @@ class Rdp(Accountant):
     """
 
     def refusal(self, event: PrivacyEvent) -> str | None:
-        """Returns None for every Gaussian event whose sampling fits its relation."""
-        if event.noise is not NoiseKind.GAUSSIAN:
+        """Returns None for Gaussian and integer noise whose sampling fits the relation."""
+        if event.noise is NoiseKind.LAPLACE:
             return (
                 f"cannot bound {event.noise} noise; set accountant=pld, or accountant=simple for "
                 "the sum of the single epsilons, or choose Gaussian noise"
             )
-        return fits(event)
+        return fits(event, integers=True)
 
     def epsilon(self, events: Mapping[PrivacyEvent, int], delta: float) -> float:
         """Returns the bound; milliseconds once each distinct event has been seen."""
@@ -62,6 +64,11 @@ class Rdp(Accountant):
 @functools.lru_cache(maxsize=64)
 def _step_rdp(event: PrivacyEvent) -> DoubleVector:
     """Returns the Renyi divergence of one step at each default order (inf where it is unknown)."""
+    if event.shares is not None:
+        orders = np.asarray(rdp_privacy_accountant.DEFAULT_RDP_ORDERS)
+        curve = np.maximum(integer_noise_rdp(event, orders), _ROUND_OFF)
+        curve.flags.writeable = False
+        return curve
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
     step = dp_accounting.GaussianDpEvent(sensitivity_multiplier(event))
     if event.sampling is Sampling.POISSON:
@@ -86,7 +93,7 @@ def _step_rdp(event: PrivacyEvent) -> DoubleVector:
         # Sampling never costs more than taking part always (Renyi divergence is quasi-convex).
         with np.errstate(all="ignore"):
             known = np.minimum(known, accountant._orders / (2 * event.noise_multiplier**2))
-    curve: DoubleVector = np.maximum(known, _ROUND_OFF)
+    curve = np.maximum(known, _ROUND_OFF)
     curve.flags.writeable = False
     return curve
 

@@ -5,10 +5,11 @@ Rules 1, 9 and 10 of the design in words. Every phrase must be true of the run i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fl_app.privacy import (
     NeighboringRelation,
+    NoiseShares,
     Placement,
     PrivacyEvent,
     PrivacyUnit,
@@ -37,6 +38,8 @@ class Row:
         relation: the neighbouring relation.
         event: what each round charges for it, None where there is no guarantee.
         assumptions: what must hold, or why there is none.
+        one_share: the adversary sees clients' shares of the noise one by one: a charged event costs
+            what its `PrivacyEvent.one_share` costs.
     """
 
     unit: PrivacyUnit
@@ -44,32 +47,43 @@ class Row:
     relation: NeighboringRelation
     event: PrivacyEvent | None
     assumptions: tuple[str, ...]
+    one_share: bool = False
 
 
 def round_event(
-    settings: Settings, unit: PrivacyUnit, noise_multiplier: float
+    settings: Settings,
+    unit: PrivacyUnit,
+    noise_multiplier: float,
+    num_parameters: int | None = None,
 ) -> PrivacyEvent | None:
     """Returns what one round charges for `unit`, None if it is not private."""
     if unit is PrivacyUnit.RECORD:
         return settings.training.event(noise_multiplier) if settings.training.private else None
     if not settings.client_level:
         return None
-    event: PrivacyEvent = client_event(settings, noise_multiplier)
+    event: PrivacyEvent = client_event(settings, noise_multiplier, num_parameters)
     return event
 
 
 def statement_rows(
-    settings: Settings, mechanism_z: float | None, training_z: float | None, *, simulated: bool
+    settings: Settings,
+    mechanism_z: float | None,
+    training_z: float | None,
+    *,
+    simulated: bool,
+    num_parameters: int | None = None,
 ) -> tuple[Row, ...]:
     """Returns the statement's rows; the one that the target binds comes first of its unit."""
     rows: list[Row] = []
     if mechanism_z is not None and (
-        client := round_event(settings, PrivacyUnit.CLIENT, mechanism_z)
+        client := round_event(settings, PrivacyUnit.CLIENT, mechanism_z, num_parameters)
     ):
-        central = settings.mechanism.placement is Placement.CENTRAL
-        rows += (
-            _central_rows(settings, client, simulated) if central else _local_rows(settings, client)
-        )
+        if settings.mechanism.placement is Placement.CENTRAL:
+            rows += _central_rows(settings, client, simulated)
+        elif client.shares is not None:
+            rows += _distributed_rows(settings, client, client.shares)
+        else:
+            rows += _local_rows(settings, client)
     if training_z is not None and (record := round_event(settings, PrivacyUnit.RECORD, training_z)):
         rows += _record_rows(settings, record, simulated)
     if not rows:
@@ -159,6 +173,42 @@ def _local_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
         _row(unit, View.SERVER, relation, event, REGISTRY, own, asked, ONCE, smooth),
         _row(unit, View.OBSERVER, relation, event, REGISTRY, own, asked, ONCE, fewest, smooth),
     ]
+
+
+def _distributed_rows(settings: Settings, event: PrivacyEvent, shares: NoiseShares) -> list[Row]:
+    """Returns the rows of noise shares: sums of enough of them, and one share where it is seen."""
+    colluders: int = getattr(settings.mechanism, "assumed_colluders", 0)
+    enough = shares.num_shares + colluders
+    common = (
+        REGISTRY,
+        "every client runs this program and adds its share of the noise before its update leaves",
+        _asked(settings, "a client"),
+        ONCE,
+        "integer noise is exact but for a total variation of 2^-100 a number",
+    )
+    honest = (
+        f"un-amplified, at the fewest honest contributors: {shares.num_shares} of at least "
+        f"{enough} answers, at most {colluders} colluding (the noise shows how many there are)"
+    )
+    skipped = (
+        f"availability independent of data: a round with fewer than {enough} answers is charged, "
+        "is not released, and shows that"
+    )
+    unit, relation = PrivacyUnit.CLIENT, event.relation
+    observer = _row(unit, View.OBSERVER, relation, event, *common, honest, skipped)
+    if settings.protection.hides_from_server:
+        hidden = (
+            f"protection={settings.protection.kind} shows the server sums of at least {enough} "
+            "updates only"
+        )
+        server = _row(unit, View.SERVER, relation, event, hidden, *common, honest, skipped)
+        return [server, observer]
+    alone = (
+        f"of one share: protection={settings.protection.kind} shows the server each update with "
+        "its own share of the noise only; secure aggregation would hide it"
+    )
+    server = _row(unit, View.SERVER, relation, event, alone, *common)
+    return [observer, replace(server, one_share=True)]
 
 
 def _record_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> list[Row]:

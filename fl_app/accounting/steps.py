@@ -17,8 +17,13 @@ EXP_LIMIT = 700.0
 """Beyond this exp overflows; the un-amplified epsilon is taken."""
 
 
-def fits(event: PrivacyEvent) -> str | None:
-    """Returns None if the sampling of `event` fits its relation, else what to do."""
+def fits(event: PrivacyEvent, *, integers: bool = False) -> str | None:
+    """Returns None if the sampling of `event` fits its relation, else what to do.
+
+    Integer noise is for accountants only that say `integers`.
+    """
+    if event.shares is not None and not integers:
+        return f"cannot bound {event.noise} noise; set accountant=rdp"
     needed = {
         Sampling.POISSON: NeighboringRelation.ADD_OR_REMOVE_ONE,
         Sampling.FIXED_SIZE: NeighboringRelation.REPLACE_ONE,

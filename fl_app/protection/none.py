@@ -16,6 +16,7 @@ from fl_app.stages import (
     CohortSum,
     DoubleVector,
     FloatVector,
+    IndexVector,
     PrivatizedUpdate,
     ProtectedUpdate,
 )
@@ -36,15 +37,22 @@ class NoProtection(Protection):
     def protect(self, updates: Sequence[PrivatizedUpdate], round: int) -> ProtectedUpdate:
         """Returns the weighted sum of the updates, float64 (of one client: its float32 update).
 
-        A float32 sum over many clients would move by more than C when one of them changes.
+        Integers are summed modulo their modulus. A float32 sum over many clients would move by more
+        than C when one of them changes.
 
         Raises:
-            ProtocolError: no update, or updates of different sizes.
+            ProtocolError: no update, or updates of different sizes or moduli.
         """
         if not updates:
             raise ProtocolError("updates=[]: a node sends at least one client's update")
+        modulus = updates[0].modulus
+        if any(update.modulus != modulus for update in updates):
+            raise ProtocolError("updates: must have one modulus")
+        vector_P: FloatVector | DoubleVector | IndexVector
         if len(updates) == 1 and updates[0].weight == 1:
-            vector_P: FloatVector | DoubleVector = updates[0].vector_P
+            vector_P = updates[0].vector_P
+        elif modulus is not None:
+            vector_P = _sum(updates).astype(np.int64) % modulus
         else:
             vector_P = _sum(updates)
         return ProtectedUpdate(
@@ -52,12 +60,15 @@ class NoProtection(Protection):
             clients=tuple(update.client for update in updates),
             vector_P=vector_P,
             weight=math.fsum(update.weight for update in updates),
+            modulus=modulus,
         )
 
     def combine(
         self, updates: Sequence[ProtectedUpdate], num_parameters: int, round: int
     ) -> CohortSum:
         """Returns the float64 sum; non-finite arrivals are left out and their clients logged.
+
+        Sums of integers are exact: a modulus is at most 2^32, and float64 counts to 2^53.
 
         Raises:
             ProtocolError: an update of another round or another size.
@@ -74,6 +85,8 @@ class NoProtection(Protection):
                 _log.warning("round %d: dropped a non-finite update of clients %s", round, names)
                 continue
             total.sum_P += update.vector_P
+            if update.modulus is not None:
+                total.sum_P %= update.modulus
             total.weight += update.weight
             total.num_answered += len(update.clients)
         return total

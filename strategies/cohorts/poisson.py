@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,11 @@ class PoissonCohort(Cohort):
     def expected_size(self, population: int) -> float:
         """Returns q N."""
         return self.sampling_rate * population
+
+    def largest_size(self, population: int) -> int:
+        """Returns 4 standard deviations more than expected: fewer than 1 in 10,000 are larger."""
+        expected = self.expected_size(population)
+        return min(population, math.ceil(expected + 4 * math.sqrt(expected)))
 
     def check(self, population: int) -> None:
         """Accepts every population."""

@@ -3,19 +3,21 @@
 import math
 
 import pytest
+from dp_accounting import GaussianDpEvent
 from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+from dp_accounting.rdp import RdpAccountant
 
 from fl_app.accounting.plan import PrivacyPlan, make_plan
 from fl_app.errors import SettingsError
-from fl_app.mechanisms.central_gaussian import CentralGaussian
 from fl_app.overrides import compose
-from fl_app.privacy import Placement
+from fl_app.privacy import View
+from fl_app.protection.none import NoProtection
 
 HUNDRED = ["federation.population=100", "privacy.target_delta=1e-5"]
 
 
 def plan(*overrides: str) -> PrivacyPlan:
-    return make_plan(compose([*HUNDRED, *overrides]), 14)
+    return make_plan(compose([*HUNDRED, *overrides]), 14, num_parameters=650)
 
 
 def rows(made: PrivacyPlan) -> dict[str, float | None]:
@@ -67,12 +69,67 @@ def test_two_units_state_two_guarantees_and_bind_one() -> None:
     assert len(made.events) == 2
 
 
-def test_distributed_noise_is_refused_as_long_as_nothing_hides_a_share(
-    monkeypatch: pytest.MonkeyPatch,
+DISTRIBUTED = ["mechanism=distributed_discrete_gaussian", "mechanism=distributed_skellam"]
+
+
+@pytest.mark.parametrize("mechanism", DISTRIBUTED)
+def test_distributed_noise_binds_the_observer_where_the_server_sees_single_shares(
+    mechanism: str,
 ) -> None:
-    monkeypatch.setattr(CentralGaussian, "placement", Placement.DISTRIBUTED)
-    with pytest.raises(SettingsError, match="noise shares"):
-        plan("mechanism=central_gaussian", "privacy.target_epsilon=3")
+    made = plan(mechanism, "privacy.target_epsilon=3")
+    assert made.epsilon_of == "CLIENT against OBSERVER"
+    stated = rows(made)
+    assert stated["CLIENT against OBSERVER"] == pytest.approx(3, rel=0.01)
+    # The 30 rounds of a share are those of a Gaussian of z / sqrt(80): 80 of 100 must answer.
+    z = made.mechanism_noise_multiplier
+    assert z is not None
+    share = RdpAccountant().compose(GaussianDpEvent(z / math.sqrt(80)), 30).get_epsilon(1e-5)
+    one = stated["CLIENT against SERVER"]
+    assert one is not None
+    assert share * (1 - 1e-9) <= one <= share * 1.35
+    (server,) = [g for g in made.guarantees(30) if g.view is View.SERVER]
+    assert any("one share" in text for text in server.assumptions)
+    (event,) = made.events  # and the ledger does not say that the sum is all the server sees
+    assert event.view is View.OBSERVER
+
+
+@pytest.mark.parametrize("mechanism", DISTRIBUTED)
+def test_distributed_noise_binds_the_server_where_a_protection_hides_the_shares(
+    mechanism: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NoProtection, "hides_from_server", True)
+    made = plan(mechanism, "privacy.target_epsilon=3", "cohort=poisson")
+    assert made.epsilon_of == "CLIENT against SERVER"
+    stated = rows(made)
+    # No credit for sampling, and the same number for both views: sums of the fewest honest.
+    assert stated["CLIENT against SERVER"] == stated["CLIENT against OBSERVER"]
+    assert [event.view for event in made.events] == [View.SERVER]
+    z = made.mechanism_noise_multiplier
+    assert z is not None
+    gaussian = RdpAccountant().compose(GaussianDpEvent(z), 30).get_epsilon(1e-5)
+    assert gaussian <= 3.0001
+    assert gaussian == pytest.approx(3, rel=0.05)
+
+
+def test_colluders_cost_noise() -> None:
+    base = [DISTRIBUTED[0], "mechanism.noise_multiplier=4", "privacy.target_epsilon=null"]
+    honest, colluding = plan(*base), plan(*base, "mechanism.assumed_colluders=40")
+    # The same z for the fewest honest; each share is larger, as half as many are counted on.
+    assert rows(honest)["CLIENT against OBSERVER"] == pytest.approx(
+        rows(colluding)["CLIENT against OBSERVER"], rel=1e-3
+    )
+    assert colluding.noise_std_of_sum == pytest.approx(
+        (honest.noise_std_of_sum or 0.0) * math.sqrt(2)
+    )
+    assert [g.epsilon for g in honest.guarantees(30)] != [
+        g.epsilon for g in colluding.guarantees(30)
+    ]
+
+
+def test_integer_noise_is_refused_by_other_accountants() -> None:
+    for accountant in ("pld", "simple"):
+        with pytest.raises(SettingsError, match="set accountant=rdp"):
+            plan(DISTRIBUTED[0], "privacy.target_epsilon=3", f"accountant={accountant}")
 
 
 def test_a_target_without_anything_private_is_refused() -> None:

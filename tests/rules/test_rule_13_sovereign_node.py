@@ -125,7 +125,7 @@ def charged(own: Node) -> list[PrivacyEvent]:
 
 def budget(num_requests: int, **change: float) -> float:
     """A budget for so many requests like ORDER and not one more."""
-    (event,) = request_events(settings(), replace(ORDER, **change))  # type: ignore[arg-type]
+    (event,) = request_events(settings(), replace(ORDER, **change), 10)  # type: ignore[arg-type]
     return record_epsilon({event: num_requests}, 1e-5) * (1 + 1e-9)
 
 

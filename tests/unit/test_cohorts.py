@@ -164,3 +164,11 @@ def test_round_robin_refuses_what_is_no_block_of_clients(
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         plugins.build("cohort", {"kind": "round_robin"} | values).check(10)
+
+
+def test_hardly_any_cohort_is_larger_than_the_largest() -> None:
+    assert FullCohort().largest_size(10) == 10
+    poisson = PoissonCohort(sampling_rate=0.1)
+    assert poisson.largest_size(1000) == 140
+    assert poisson.largest_size(10) == 5
+    assert stats.binom.sf(140, 1000, 0.1) < 1e-4

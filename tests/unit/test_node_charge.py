@@ -25,6 +25,7 @@ from fl_app.accounting.node_charge import (
     request_events,
 )
 from fl_app.accounting.plan import make_plan
+from fl_app.accounting.rdp import Rdp
 from fl_app.errors import AccountingError
 from fl_app.models import set_flat_parameters
 from fl_app.overrides import compose
@@ -108,7 +109,7 @@ def test_central_noise_is_charged_without_amplification_whatever_the_sampler_say
          "federation.population=100"]
     )  # fmt: skip
     expected = replace(CLIENT, view=View.OBSERVER, noise_multiplier=2.0)
-    assert request_events(settings, ORDER) == [expected]
+    assert request_events(settings, ORDER, 10) == [expected]
 
 
 def test_local_noise_and_record_level_noise_are_both_charged() -> None:
@@ -118,7 +119,7 @@ def test_local_noise_and_record_level_noise_are_both_charged() -> None:
          *UNLIMITED]
     )  # fmt: skip
     order = replace(ORDER, training_noise_multiplier=1.5)
-    assert request_events(settings, order) == [
+    assert request_events(settings, order, 10) == [
         replace(CLIENT, noise_multiplier=2.0),
         replace(RECORD, noise_multiplier=1.5),
     ]
@@ -127,7 +128,24 @@ def test_local_noise_and_record_level_noise_are_both_charged() -> None:
 def test_the_noise_that_is_charged_is_that_of_the_order() -> None:
     """It is the order that a client's noise is made from, not the settings."""
     settings = compose(["mechanism=local_gaussian", "mechanism.noise_multiplier=9", *UNLIMITED])
-    assert request_events(settings, ORDER)[0].noise_multiplier == 2.0
+    assert request_events(settings, ORDER, 10)[0].noise_multiplier == 2.0
+
+
+@pytest.mark.parametrize("kind", ["distributed_discrete_gaussian", "distributed_skellam"])
+def test_of_noise_shares_a_node_charges_its_own_alone(kind: str) -> None:
+    settings = compose(
+        [f"mechanism={kind}", "mechanism.noise_multiplier=12", "mechanism.min_survivors=10",
+         "mechanism.assumed_colluders=1", "mechanism.scale=1000", *UNLIMITED]
+    )  # fmt: skip
+    (event,) = request_events(settings, replace(ORDER, noise_multiplier=12.0), 100)
+    assert event.shares is not None
+    assert (event.shares.num_shares, event.view) == (1, View.SERVER)
+    assert event.noise_multiplier == pytest.approx(12 / 3)
+    bounds = epsilons([event])
+    # Fine integers: a little more than the continuous noise of multiplier 4, and of 2 for a record.
+    for unit, z in (("CLIENT", 4.0), ("RECORD", 2.0)):
+        rdp = Rdp().epsilon({replace(CLIENT, noise_multiplier=z): 1}, DELTA)
+        assert rdp <= (bounds[(unit, "rdp")] or 0.0) <= 1.02 * rdp
 
 
 @pytest.mark.parametrize(
@@ -142,7 +160,7 @@ def test_the_noise_that_is_charged_is_that_of_the_order() -> None:
 def test_a_request_without_noise_costs_everything(overrides: list[str]) -> None:
     settings = compose([*overrides, *UNLIMITED])
     z = settings.noise_multiplier_of(PrivacyUnit.CLIENT)
-    events = request_events(settings, replace(ORDER, noise_multiplier=z))
+    events = request_events(settings, replace(ORDER, noise_multiplier=z), 10)
     assert [event.noise_multiplier for event in events] == [0.0]
     assert record_epsilon(dict.fromkeys(events, 1), DELTA) == math.inf
     assert set(epsilons(events).values()) == {None}

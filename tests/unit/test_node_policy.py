@@ -233,6 +233,15 @@ def test_too_little_noise_is_refused(
         check(made, *overrides, **order)
 
 
+def test_of_noise_shares_the_floor_is_about_the_nodes_own() -> None:
+    made = policy(min_noise_multiplier=1.0)
+    shares = ("mechanism=distributed_skellam", "mechanism.min_survivors=9", "mechanism.scale=100")
+    z = "mechanism.noise_multiplier"
+    check(made, *shares, f"{z}=3", noise_multiplier=3.0)
+    with pytest.raises(PrivacyError, match=rf"min-noise-multiplier=1\.0: .*{z}=0\.9666"):
+        check(made, *shares, f"{z}=2.9", noise_multiplier=2.9)
+
+
 def test_too_large_clipping_norms_are_refused() -> None:
     made = policy(max_clipping_norm=1.0)
     check(made, *LOCAL, *RECORD)

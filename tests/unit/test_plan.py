@@ -198,14 +198,10 @@ def test_the_configured_noise_is_kept():
     assert plan(*CENTRAL).mechanism_noise_multiplier == 1.0
 
 
-def test_distributed_noise_is_refused_until_it_is_accounted_for():
-    from types import SimpleNamespace
-
-    from fl_app.privacy import Placement
-
-    mechanism = SimpleNamespace(placement=Placement.DISTRIBUTED, kind="shares")
-    with pytest.raises(SettingsError, match="mechanism=shares"):
-        make_plan(SimpleNamespace(mechanism=mechanism))
+def test_distributed_noise_is_refused_without_the_number_of_parameters():
+    settings = compose(["mechanism=distributed_skellam"])
+    with pytest.raises(SettingsError, match="accounted with the number of parameters"):
+        make_plan(settings, 143)
 
 
 # The gate.

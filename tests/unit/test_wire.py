@@ -93,6 +93,34 @@ def test_updates_of_another_type_or_shape_are_protocol_errors(vector: np.ndarray
         )
 
 
+def integer_reply(values: list[int], modulus: object, kind: type = np.int64) -> Message:
+    config = {"round": 3, "clients": [1], "weight": 1.0, "error": "", "modulus": modulus}
+    arrays = ArrayRecord({"vector": Array(np.array(values, kind))})
+    content = RecordDict({wire.UPDATE: arrays, wire.CONFIG: ConfigRecord(config)})
+    return Message(content, reply_to=ask())
+
+
+def test_integers_travel_with_their_modulus() -> None:
+    update = ProtectedUpdate(
+        round=3, clients=(1,), vector_P=np.array([0, 15]), weight=1.0, modulus=16
+    )
+    back = wire.read_train_reply(wire.train_reply(update, ask()))
+    assert isinstance(back, ProtectedUpdate)
+    assert (back.modulus, back.vector_P.dtype, back.vector_P.tolist()) == (16, np.int64, [0, 15])
+
+
+@pytest.mark.parametrize(
+    ("values", "modulus", "kind"),
+    [([16], 16, np.int64), ([-1], 16, np.int64), ([1], 16, np.float64), ([1], 1.5, np.int64),
+     ([0], 0, np.int64), ([1], True, np.int64)],
+)  # fmt: skip
+def test_integers_outside_their_modulus_are_protocol_errors(
+    values: list[int], modulus: object, kind: type
+) -> None:
+    with pytest.raises(ProtocolError, match=r"integers must lie|flat float|modulus|whole number"):
+        wire.read_train_reply(integer_reply(values, modulus, kind))
+
+
 def test_hello_round_trip() -> None:
     facts = wire.NodeFacts(partition_id=1, num_partitions=4, simulated=True, error="x")
     hello = wire.hello_message(5, "{}")
