@@ -238,7 +238,13 @@ class _Conv2d(torch.autograd.Function):
 
 
 def _geometry(layer: nn.Conv2d) -> tuple[Any, ...]:
-    return layer.stride, layer.padding, layer.dilation, layer.groups
+    padding = (0, 0) if _is_padded_before(layer) else layer.padding
+    return layer.stride, padding, layer.dilation, layer.groups
+
+
+def _is_padded_before(layer: nn.Conv2d) -> bool:
+    """Returns whether something other than equal rims of zeros is put around the images."""
+    return isinstance(layer.padding, str) or layer.padding_mode != "zeros"
 
 
 def _channels_last(images: Tensor) -> Tensor:
@@ -291,7 +297,7 @@ def _to_larger(grad: Tensor, x: Tensor, axis: int) -> Tensor:
 
 def _conv2d_gradients(layer: nn.Conv2d, x: Tensor, grad: Tensor) -> Tensor:
     """Returns the per-sample gradients of a convolution's weight [B, *weight.shape]."""
-    top, left = map(int, layer.padding)
+    _, (top, left), *_ = _geometry(layer)
     padded = functional.pad(x, (left, left, top, top)) if top or left else x
     run = layer.weight.shape[1] * layer.kernel_size[1]
     if layer.groups == 1 and run >= grad.shape[3]:
@@ -355,6 +361,9 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _conv2d(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    if _is_padded_before(layer):
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        x = functional.pad(x, layer._reversed_padding_repeated_twice, mode)
     output: Tensor = _Conv2d.apply(layer, x, layer.weight, layer.bias)
     return output
 
@@ -385,9 +394,8 @@ _FAST_WITH_POOLS: _Rules = {**_FAST, nn.Conv2d: _conv2d_before_pool, nn.MaxPool2
 def fast_layers(model: nn.Module, hooked: Iterable[nn.Module]) -> list[nn.Module]:
     """Returns the modules of `hooked` that have a rule here; Opacus keeps the others.
 
-    Max-poolings by 2 come along; they have no parameters. Left to Opacus: subclasses, a parameter
-    that two layers share or that is frozen beside one that is not, and convolutions padded by other
-    than a fixed number of zeros.
+    Max-poolings by 2 come along; they have no parameters. Left to Opacus: subclasses, and a
+    parameter that two layers share or that is frozen beside one that is not.
     """
     owners = Counter(
         id(parameter)
@@ -401,10 +409,6 @@ def fast_layers(model: nn.Module, hooked: Iterable[nn.Module]) -> list[nn.Module
 
 def _has_rule(module: nn.Module, owners: Counter[int]) -> bool:
     if type(module) not in _FAST_WITH_POOLS or "forward" in vars(module):
-        return False
-    if isinstance(module, nn.Conv2d) and (
-        isinstance(module.padding, str) or module.padding_mode != "zeros"
-    ):
         return False
     if isinstance(module, nn.MaxPool2d) and not _is_by_two(module):
         return False
