@@ -1,5 +1,7 @@
 """Opacus with our noise: per-sample gradients for one call, clipped, summed, noised, divided.
 
+Layers with a rule in `_fast_gradients` do without Opacus' hooks.
+
 Shape letters: B rows of a batch, P parameters.
 """
 
@@ -22,6 +24,14 @@ from fl_app.errors import ModelError
 from fl_app.privacy import NoiseKind
 from fl_app.rng import NoiseSource
 from fl_app.stages import InputSpec
+from fl_app.training._fast_gradients import (
+    SampleGradients,
+    fast_forward,
+    fast_layers,
+    plain_forward,
+    sample_gradients,
+    wide,
+)
 
 _LEFTOVERS = ("summed_grad", "grad_sample", "_current_grad_sample", "_forward_counter")
 
@@ -61,28 +71,51 @@ class _OutOfPlace(TorchFunctionMode):
 
 
 class _PerSample(GradSampleModule):  # type: ignore[misc]
+    """Opacus' grad-sample mode "hooks", without hooks on the layers that `_fast_gradients` has.
+
+    Attributes:
+        fast: these layers.
+    """
+
+    fast: frozenset[nn.Module] = frozenset()
+
+    def __init__(self, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.fast = frozenset(fast_layers(model, self.iterate_submodules(model)))
+        super().__init__(model, loss_reduction="sum", strict=True)
+
+    def iterate_submodules(self, module: nn.Module) -> Iterator[nn.Module]:
+        yield from (m for m in super().iterate_submodules(module) if m not in self.fast)
+
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if any(
+            getattr(p, "grad_sample", None) is not None
+            for layer in self.fast
+            for p in layer.parameters()
+        ):
+            raise ValueError("a batch is still there; zero_grad comes before the next one")
         with _OutOfPlace():
             scores: torch.Tensor = super().forward(*inputs)
         return scores
 
 
 @contextmanager
-def per_sample_gradients(model: nn.Module) -> Iterator[nn.Module]:
+def per_sample_gradients(model: nn.Module) -> Iterator[_PerSample]:
     """Yields `model` as a module that keeps per-sample gradients of a *summed* loss.
 
-    Afterwards `model` has no hook, wrapper or gradient left, whatever happened inside.
+    `sample_gradients` reads them. Afterwards `model` has no hook, wrapper or gradient left,
+    whatever happened inside.
 
     Raises:
         ModelError: a layer that Opacus cannot take per-sample gradients of.
     """
     try:
-        wrapped = _PerSample(model, loss_reduction="sum", strict=True)
+        wrapped = _PerSample(model)
     except NotImplementedError as error:
         _clean(model)
         raise ModelError(f"{_REFUSED}: {error}; {_WAY_OUT}") from error
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), fast_forward(wrapped.fast):
             # The first layer's input needs no gradient; torch wonders whether that is meant.
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
             yield wrapped
@@ -92,13 +125,14 @@ def per_sample_gradients(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def check_per_sample(model: nn.Module, spec: InputSpec) -> None:
-    """Returns if the per-sample gradients of `model` add up to its gradient, on made-up inputs.
+    """Returns if the per-sample gradients of `model` are those of each row, on made-up inputs.
 
-    One forward and backward pass over two inputs, and a forward pass over one; the model and
-    torch's generators stay as they were.
+    One forward and backward pass over two inputs on the path that training takes, compared with
+    plain ones, and a forward pass over one input; the model and torch's generators stay as they
+    were.
 
     Raises:
-        ModelError: a layer that Opacus cannot take per-sample gradients of, or takes wrong ones of.
+        ModelError: a layer that per-sample gradients cannot be taken of, or come out wrong for.
     """
     was_training, last = model.training, [""]
     with torch.random.fork_rng(devices=[]):
@@ -127,33 +161,44 @@ def _made_up(spec: InputSpec) -> torch.Tensor:
 
 
 def _compare(model: nn.Module, inputs: torch.Tensor, num_classes: int) -> None:
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     labels = torch.arange(_PROBE_ROWS) % num_classes
     with torch.no_grad():
         model(inputs[:1])
-        torch.default_generator.manual_seed(_PROBE_SEED)
-        plain_scores = model(inputs)
     with per_sample_gradients(model) as wrapped:
         torch.default_generator.manual_seed(_PROBE_SEED)
         scores = wrapped(inputs)
-        if not torch.allclose(scores, plain_scores, rtol=1e-3, atol=1e-4):
-            raise ModelError(
-                f"{_REFUSED}: it changes a layer's output in place; write x = x + y for x.add_(y)"
-            )
         cross_entropy(scores, labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not _adds_up(parameter):
+        samples = [sample_gradients(parameter, _PROBE_ROWS) for parameter in named.values()]
+    with plain_forward(wrapped.fast):
+        torch.default_generator.manual_seed(_PROBE_SEED)
+        plain_scores = model(inputs)
+    if not torch.allclose(scores, plain_scores, rtol=1e-3, atol=1e-4):
+        raise ModelError(
+            f"{_REFUSED}: it changes a layer's output in place; write x = x + y for x.add_(y)"
+        )
+    losses_B = cross_entropy(plain_scores, labels, reduction="none")
+    for factors_B in (torch.ones(_PROBE_ROWS), torch.eye(_PROBE_ROWS)[0]):
+        loss = (losses_B * factors_B).sum()
+        plain = torch.autograd.grad(
+            loss, list(named.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for name, grads, gradient in zip(named, samples, plain, strict=True):
+            if not _agree(grads, factors_B, gradient):
                 raise ModelError(
                     f"{_REFUSED}: those of {_named(model, name.rpartition('.')[0])} do not add up "
                     f"to its gradient; {_WAY_OUT}"
                 )
 
 
-def _adds_up(parameter: nn.Parameter) -> bool:
-    gradient, samples = parameter.grad, getattr(parameter, "grad_sample", None)
-    if gradient is None or not isinstance(samples, torch.Tensor):
-        return gradient is None or not bool(gradient.any())
-    tolerance = 1e-3 * float(gradient.abs().max()) + 1e-5
-    return bool(((samples.sum(0) - gradient).abs() <= tolerance).all())
+def _agree(grads: SampleGradients, factors_B: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Returns whether the weighted sum, and the norm if one row has all weight, are right."""
+    factors_B = factors_B.to(wide(gradient))
+    total = grads.weighted_sum(factors_B)
+    close = (total - gradient).abs() <= 1e-3 * gradient.abs().max() + 1e-5
+    norm, expected = float(grads.norms(2) @ factors_B), float(gradient.norm())
+    alone = int(factors_B.sum()) == 1
+    return bool(close.all()) and (not alone or abs(norm - expected) <= 1e-3 * expected + 1e-5)
 
 
 def _remember(name: str, last: list[str]) -> Callable[..., None]:
@@ -218,24 +263,28 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
         self._noise = noise
         self._kind = kind
 
+    @property
+    def grad_samples(self) -> list[SampleGradients]:
+        """The per-sample gradients of each parameter."""
+        return [sample_gradients(parameter, self.num_rows) for parameter in self.params]
+
     def clip_and_accumulate(self) -> None:
         """Adds the clipped per-sample gradients of this (part of a) batch to the sum."""
         grads = self.grad_samples
         order = 1 if self._kind is NoiseKind.LAPLACE else 2
-        # float64, and a margin: float32 norms of many parameters come out too small.
-        wide = torch.float32 if grads[0].device.type == "mps" else torch.float64
-        norms = [vector_norm(g.flatten(1), order, dim=1, dtype=wide) for g in grads]
+        norms = [g.norms(order) for g in grads]
         norms_B = vector_norm(torch.stack(norms, dim=1), order, dim=1)
-        norms_B[norms_B > torch.finfo(torch.float32).max] = torch.inf
         bound = self.max_grad_norm * _MARGIN
-        factors_B = (bound / norms_B).clamp(max=1.0).to(grads[0].dtype)
-        broken_B = ~torch.isfinite(norms_B)
+        factors_B = (bound / norms_B).clamp(max=1.0)
+        single = torch.finfo(torch.float32)
+        # A factor below float32's normal numbers has too few digits to hold the bound.
+        broken_B = ~(norms_B <= single.max) | (factors_B < single.tiny)
         if bool(broken_B.any()):
             factors_B[broken_B] = 0.0
             # 0 * NaN is NaN, so the rows themselves are zeroed too.
-            grads = [torch.where(_like(broken_B, g), 0.0, g) for g in grads]
+            grads = [g.without(broken_B) for g in grads]
         for parameter, grad in zip(self.params, grads, strict=True):
-            clipped = torch.einsum("i,i...", factors_B, grad)
+            clipped = grad.weighted_sum(factors_B)
             if parameter.summed_grad is None:
                 parameter.summed_grad = clipped
             else:
@@ -264,13 +313,3 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
         drawn_P = (self._noise.laplace if laplace else self._noise.gaussian)(sum(sizes))
         drawn_P *= scale
         return torch.split(torch.from_numpy(drawn_P).float(), sizes)
-
-    def _get_flat_grad_sample(self, p: torch.Tensor) -> torch.Tensor:
-        if getattr(p, "grad_sample", None) is None:
-            return p.new_zeros((self.num_rows, *p.shape))
-        grads: torch.Tensor = super()._get_flat_grad_sample(p)
-        return grads
-
-
-def _like(flags_B: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    return flags_B.view(-1, *[1] * (grad.dim() - 1))

@@ -1,0 +1,1 @@
+"""Benchmarks, one file each, ending with ``BENCHMARK = ...``: ``python -m tests.bench --list``."""

@@ -1,0 +1,119 @@
+"""Work that several benchmarks share: DP-SGD and plain passes over one client's rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from opacus import GradSampleModule
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fl_app import rng
+from fl_app.client_policy import home
+from fl_app.models import flat_parameters, set_flat_parameters
+from fl_app.overrides import compose
+from fl_app.plugins import TrainingJob
+from fl_app.settings import Settings
+from fl_app.stages import ClientPartition, LoadedData, Table
+from fl_app.training import _opacus
+from fl_app.training._batches import fetch
+from fl_app.training.dp_sgd import DpSgd
+
+CPU = torch.device("cpu")
+BATCH = 128
+SAME = 1e-5
+"""Largest relative difference between a sum of clipped gradients and Opacus' own."""
+
+
+def mnist_or_synthetic(tiny: bool) -> list[str]:
+    """Returns overrides: MNIST, or generated images of its shape if `tiny`."""
+    return ["dataset=synthetic", "dataset.num_train=400"] if tiny else ["dataset=mnist"]
+
+
+def loaded(settings: Settings) -> LoadedData:
+    return settings.dataset.load(data_path=None, cache_dir=home() / "cache")
+
+
+def dp_sgd(**changes: Any) -> DpSgd:
+    """Returns the shipped training with `changes`."""
+    training = compose(["training=dp_sgd"]).training
+    assert isinstance(training, DpSgd)
+    return dataclasses.replace(training, **changes)
+
+
+def job(nominal_rows: int, noise_multiplier: float = 1.0) -> TrainingJob:
+    return TrainingJob(
+        noise_multiplier=noise_multiplier,
+        nominal_rows=nominal_rows,
+        batches=np.random.default_rng(0),
+        noise=rng.noise_source("bench", seed=None),
+        device=CPU,
+    )
+
+
+def plain_epoch(model: nn.Module, table: Table, rows: np.ndarray, batch_size: int) -> None:
+    """One epoch of SGD in plain PyTorch over shuffled batches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    order = np.random.default_rng(0).permutation(rows)
+    for start in range(0, len(order), batch_size):
+        inputs, labels = fetch(table, order[start : start + batch_size], CPU)
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def dp_epoch(model: nn.Module, partition: ClientPartition, batch_size: int) -> None:
+    """The same in DP-SGD: as many Poisson batches, of `batch_size` rows on average."""
+    num_rows = len(partition.rows)
+    training = dp_sgd(
+        local_steps=num_rows // batch_size,
+        batch_rate=batch_size / num_rows,
+        learning_rate=0.01,
+        clipping_norm=1.0,
+    )
+    training.train(model, partition, job(num_rows))
+
+
+def check_against_opacus(model: nn.Module, partition: ClientPartition) -> None:
+    """Raises AssertionError unless one full-batch step equals one by Opacus' gradients."""
+    start_P = flat_parameters(model)
+    expected_P = opacus_sum(model, *fetch(partition.table, partition.rows, CPU), clipping_norm=0.1)
+    training = dp_sgd(local_steps=1, batch_rate=1.0, learning_rate=1.0, clipping_norm=0.1)
+    update = training.train(model, partition, job(1, noise_multiplier=0.0))
+    set_flat_parameters(model, start_P)
+    error = np.linalg.norm(update.delta_P + expected_P) / np.linalg.norm(expected_P)
+    # The update is the difference of float32 parameters, which loses digits of its own.
+    assert error <= SAME, f"differs from Opacus by {error:.1e}"
+
+
+def opacus_sum(
+    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, *, clipping_norm: float
+) -> np.ndarray:
+    """Returns the sum of clipped per-sample gradients [P], by Opacus' hooks, clipped in NumPy."""
+    wrapped = GradSampleModule(model.train(), loss_reduction="sum")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        cross_entropy(wrapped(inputs), labels, reduction="sum").backward()
+    samples = [p.grad_sample.flatten(1).double().numpy() for p in model.parameters()]  # type: ignore[attr-defined]
+    wrapped.to_standard_module()
+    model.zero_grad()
+    grads_BP = np.concatenate(samples, axis=1)
+    norms_B1 = np.linalg.norm(grads_BP, axis=1, keepdims=True)
+    return np.asarray((grads_BP * np.minimum(1.0, clipping_norm / norms_B1)).sum(0))
+
+
+@contextmanager
+def without_fast_rules() -> Iterator[None]:
+    """Within it every layer has Opacus' own hooks."""
+    rules = _opacus.fast_layers
+    _opacus.fast_layers = lambda *_: []  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _opacus.fast_layers = rules
