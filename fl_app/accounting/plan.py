@@ -195,12 +195,20 @@ class PrivacyPlan:
         """Returns C over the norm of the noise on the mean (client level), or None without noise.
 
         1: the noise is as long as the longest mean update. Record level: of one step of one client.
+        The norm is the one that C bounds: L2, or L1 for Laplace noise, whose expected L1 norm is
+        scale x P.
         """
-        norm, std = self.mechanism_clipping_norm, self.noise_std_of_mean
+        unit, norm, std = PrivacyUnit.CLIENT, self.mechanism_clipping_norm, self.noise_std_of_mean
         if std is None and self.training_clipping_norm is not None:
-            norm, std = self.training_clipping_norm, self._step_noise_std()
+            unit, norm, std = (
+                PrivacyUnit.RECORD,
+                self.training_clipping_norm,
+                self._step_noise_std(),
+            )
         if norm is None or not std:
             return None
+        if self._noise_kind(unit) is NoiseKind.LAPLACE:
+            return norm / (std / NoiseKind.LAPLACE.std_per_scale * num_parameters)
         return norm / (std * math.sqrt(num_parameters))
 
     def summary(self) -> dict[str, str]:
@@ -212,6 +220,7 @@ class PrivacyPlan:
         if (std := self.noise_std_of_sum) is not None:
             facts["client-level noise multiplier"] = f"{self.mechanism_noise_multiplier:.6g}"
             facts["client-level clipping norm"] = f"{self.mechanism_clipping_norm:g}"
+            facts["client-level noise"] = self._law(PrivacyUnit.CLIENT)
             facts["noise std of sum"] = f"{std:.6g}"
             facts["noise std of mean"] = f"{self.noise_std_of_mean:.6g}"
             facts["expected cohort"] = f"{self.expected_cohort:g}"

@@ -64,8 +64,9 @@ class Pld(Accountant):
         """Returns None for Gaussian and Laplace events, unsampled or Poisson-sampled."""
         if event.sampling is Sampling.FIXED_SIZE:
             return (
-                "cannot bound fixed-size sampling; set accountant=rdp, or drop the credit for it "
-                "with cohort.amplification=false, or choose cohort=poisson"
+                "cannot bound fixed-size sampling; "
+                + ("" if _pure(event) else "set accountant=rdp, or ")
+                + "drop the credit for it with cohort.amplification=false, or choose cohort=poisson"
             )
         return fits(event)
 
