@@ -18,6 +18,9 @@ from fl_app.errors import SettingsError
 
 T = TypeVar("T")
 
+NOISE_MULTIPLIERS = (1e-3, 1e6)
+"""The least and the most noise that accountants are exact at."""
+
 
 def fail(key: str, value: object, allowed: str, remedy: str = "") -> SettingsError:
     """Returns (does not raise) the error for ``key=value``; `allowed` and `remedy` are phrases."""
@@ -49,7 +52,8 @@ def non_negative(key: str, value: object, remedy: str = "") -> float:
 def noise_multiplier(key: str, value: object) -> float:
     """Returns `value` if it is 0, or from 0.001 to 1,000,000: where accountants are exact."""
     number = number_or_none(value)
-    if number is None or not (number == 0 or 1e-3 <= number <= 1e6):
+    least, most = NOISE_MULTIPLIERS
+    if number is None or not (number == 0 or least <= number <= most):
         allowed = "must be finite and >= 0: 0, or a number from 0.001 to 1000000"
         raise fail(key, value, allowed, "set 0 for no noise, or null to calibrate it")
     return number

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import secrets
 import traceback
 
@@ -24,6 +25,7 @@ from fl_app.errors import (
 from fl_app.models import build_model, flat_parameters, set_flat_parameters
 from fl_app.partitioners import split_of
 from fl_app.plugins import TrainingJob
+from fl_app.privacy import PrivacyUnit
 from fl_app.settings import Settings
 from fl_app.stages import (
     ClientPartition,
@@ -71,23 +73,38 @@ def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
 
 
 def check_order(order: RoundOrder, settings: Settings) -> None:
-    """Refuses an order that asks for other noise or clipping than the settings say.
+    """Refuses an order that asks for other noise or clipping than the settings say for its round.
 
     Raises:
         PrivacyError: the order's numbers are not those of the settings.
     """
+    of_round = functools.partial(settings.noise_multiplier_in, round=order.round)
     pairs = (
-        ("mechanism.noise_multiplier", order.noise_multiplier, settings.mechanism),
-        ("mechanism.clipping_norm", order.clipping_norm, settings.mechanism),
-        ("training.noise_multiplier", order.training_noise_multiplier, settings.training),
+        ("mechanism.noise_multiplier", order.noise_multiplier, of_round(PrivacyUnit.CLIENT)),
+        (
+            "mechanism.clipping_norm",
+            order.clipping_norm,
+            getattr(settings.mechanism, "clipping_norm", None),
+        ),
+        (
+            "training.noise_multiplier",
+            order.training_noise_multiplier,
+            of_round(PrivacyUnit.RECORD),
+        ),
     )
-    for key, asked, section in pairs:
-        agreed = getattr(section, key.partition(".")[2], None)
-        if asked != agreed:
+    for key, asked, agreed in pairs:
+        if not _same(asked, agreed):
             raise PrivacyError(
                 f"{key}={asked} asked in round {order.round}: the settings say {agreed}; "
                 "the node does not train"
             )
+
+
+def _same(asked: float | None, agreed: float | None) -> bool:
+    """Returns whether two numbers are one, up to the last digits of another machine's power."""
+    if asked is None or agreed is None:
+        return asked is agreed
+    return math.isclose(asked, agreed, rel_tol=1e-12)
 
 
 def run_client(

@@ -268,6 +268,14 @@ class Cohort(Plugin):
     def max_participations(self, num_rounds: int, population: int) -> int:
         """Returns in how many of `num_rounds` rounds in a row one client can be asked at most."""
 
+    def turns(self, num_rounds: int, population: int) -> tuple[tuple[int, ...], ...] | None:
+        """Returns the rounds (from 1) of each client, every different set once.
+
+        None: any `max_participations` of rounds 1 to `num_rounds` may be one client's. Used where
+        rounds differ in noise.
+        """
+        return None
+
 
 class Accountant(Plugin):
     """Turns events into epsilon. Stateless: the ledger is the state."""

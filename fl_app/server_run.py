@@ -363,7 +363,7 @@ class _ServerRun:
         self.directory.save_metrics(self.history, self.plan.epsilon_of, delta)
 
     def _history_row(self, round: int, metrics: MetricRecord | None) -> HistoryRow:
-        clipping_norm, std = self.plan.bound_noise()
+        clipping_norm, std = self.plan.bound_noise(round)
         return HistoryRow(
             round=round,
             accuracy=None if metrics is None else float(_scalar(metrics, "accuracy")),

@@ -180,7 +180,7 @@ class DPFedAvg(Strategy):
         attempt = self._charges_of(server_round)
         # Before the cohort is drawn or asked: a kill from here on costs a charge, never a free
         # release.
-        self.ledger.append_all(server_round, self.plan.events)
+        self.ledger.append_all(server_round, self.plan.events_of(server_round))
         self._roster.refresh(grid)
         cohort = self._draw_cohort(server_round, attempt)
         current = _Round(
@@ -225,7 +225,7 @@ class DPFedAvg(Strategy):
     def _within_budget(self, round: int) -> bool:
         ledger = self.ledger
         return self.plan.within_budget(
-            ledger.counts(), ledger.repeats(), again=ledger.has_round(round)
+            ledger.counts(), ledger.repeats(), round=round, again=ledger.has_round(round)
         )
 
     def _charges_of(self, round: int) -> int:
@@ -238,8 +238,8 @@ class DPFedAvg(Strategy):
         return RoundOrder(
             round=round,
             clipping_norm=clipping_norm,
-            noise_multiplier=self.plan.mechanism_noise_multiplier,
-            training_noise_multiplier=self.plan.training_noise_multiplier,
+            noise_multiplier=self.plan.noise_multiplier(PrivacyUnit.CLIENT, round),
+            training_noise_multiplier=self.plan.noise_multiplier(PrivacyUnit.RECORD, round),
             nominal_rows=self._nominal_rows,
             weighting=self.settings.federation.weighting,
             attempt=attempt,

@@ -13,12 +13,14 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from fl_app.accounting import rdp
+from fl_app import checks, noise_schedule
+from fl_app.accounting import participation, rdp
 from fl_app.accounting.calibration import calibrate
 from fl_app.accounting.statement import NO_NOISE, SEEDED, Row, round_event, statement_rows
 from fl_app.errors import SettingsError
+from fl_app.noise_schedule import NoiseSchedule
 from fl_app.plugins import Accountant, Cohort
-from fl_app.privacy import Guarantee, NoiseKind, Placement, PrivacyEvent, PrivacyUnit, Sampling
+from fl_app.privacy import Guarantee, NoiseKind, Placement, PrivacyEvent, PrivacyUnit
 from fl_app.settings import Settings
 
 _NO_REPEATS: Mapping[PrivacyEvent, int] = MappingProxyType({})
@@ -38,9 +40,11 @@ class PrivacyPlan:
         target_epsilon: the budget, None without one.
         target_delta: delta of every row.
         num_rounds: the rounds of the whole run.
-        mechanism_noise_multiplier: client-level z, None without client-level privacy.
-        training_noise_multiplier: record-level z, None without record-level privacy.
-        events: what every scheduled round is charged, one per private unit.
+        mechanism_noise_multiplier: client-level z, None without client-level privacy; with a noise
+            schedule the scale: the round's is that times its level.
+        training_noise_multiplier: record-level z, None without record-level privacy; likewise.
+        schedules: the noise schedule of each private unit.
+        events: what a round of level 1 is charged, one per private unit (`events_of`: a round).
         rows: the statement; the first row of the bound unit is the one that the target binds.
         bound_unit: the unit that the target binds, None if nothing is private.
         seeded_noise: True: no row has an epsilon.
@@ -60,6 +64,7 @@ class PrivacyPlan:
     num_rounds: int
     mechanism_noise_multiplier: float | None
     training_noise_multiplier: float | None
+    schedules: Mapping[PrivacyUnit, NoiseSchedule]
     events: tuple[PrivacyEvent, ...]
     rows: tuple[Row, ...]
     bound_unit: PrivacyUnit | None
@@ -74,7 +79,7 @@ class PrivacyPlan:
 
     @property
     def bound_event(self) -> PrivacyEvent | None:
-        """The event whose composition the target binds, None if nothing is private."""
+        """The event (at level 1) whose composition the target binds, None if nothing is private."""
         row = self._bound_row
         return None if row is None else row.event
 
@@ -84,9 +89,27 @@ class PrivacyPlan:
         row = self._bound_row
         return None if row is None else f"{row.unit} against {row.view}"
 
+    def events_of(self, round: int) -> tuple[PrivacyEvent, ...]:
+        """Returns what `round` is charged, one per private unit."""
+        return tuple(participation.in_round(e, self.schedules[e.unit], round) for e in self.events)
+
+    def noise_multiplier(self, unit: PrivacyUnit, round: int) -> float | None:
+        """Returns the z of `unit` in `round`, None if it is not private."""
+        client = unit is PrivacyUnit.CLIENT
+        scale = self.mechanism_noise_multiplier if client else self.training_noise_multiplier
+        return None if scale is None else scale * noise_schedule.level(self.schedules[unit], round)
+
+    def charges(self, num_rounds: int) -> dict[PrivacyEvent, int]:
+        """Returns how often rounds 1 to `num_rounds` charge each event."""
+        return {
+            event: count
+            for scale in self.events
+            for event, count in self._planned(scale, num_rounds).items()
+        }
+
     def guarantees(self, num_rounds: int) -> tuple[Guarantee, ...]:
-        """Returns the statement after `num_rounds` charged rounds."""
-        return self.guarantees_of(dict.fromkeys(self.events, num_rounds))
+        """Returns the statement after rounds 1 to `num_rounds`."""
+        return self.guarantees_of(self.charges(num_rounds))
 
     def guarantees_of(
         self,
@@ -120,6 +143,7 @@ class PrivacyPlan:
         counts: Mapping[PrivacyEvent, int],
         repeats: Mapping[PrivacyEvent, int] = _NO_REPEATS,
         *,
+        round: int | None = None,
         again: bool = False,
     ) -> bool:
         """Returns whether one more round stays within the target; True without a target.
@@ -130,16 +154,23 @@ class PrivacyPlan:
         Args:
             counts: the rounds charged so far by event, as `Ledger.counts` gives them.
             repeats: how many of them charged a round again, as `Ledger.repeats` gives them.
+            round: the round to come; None: the next one after those charged.
             again: True if the round to come has been charged before.
         """
         event = self.bound_event
         if self.target_epsilon is None or event is None:
             return True
-        after = {**counts, event: counts.get(event, 0) + 1}
+        if round is None:
+            charged = [n - repeats.get(e, 0) for e, n in counts.items() if e.unit is event.unit]
+            round = sum(charged) + (0 if again else 1)
+        coming = participation.in_round(event, self.schedules[event.unit], round)
+        after = {**counts, coming: counts.get(coming, 0) + 1}
         if again:
-            repeats = {**repeats, event: repeats.get(event, 0) + 1}
+            repeats = {**repeats, coming: repeats.get(coming, 0) + 1}
+        if self._as_planned(after, repeats, event):
+            return True
         composed = self._composed(after, event, repeats)
-        return self._cheaply_within(composed, event) or (
+        return self._rdp_accepts(composed) or (
             self._epsilon(self.accountant, composed) <= self.target_epsilon
         )
 
@@ -150,7 +181,7 @@ class PrivacyPlan:
             return self.num_rounds
 
         def fits(num_rounds: int) -> bool:
-            composed = self._composed({event: num_rounds}, event, _NO_REPEATS)
+            composed = self._composed(self._planned(event, num_rounds), event, _NO_REPEATS)
             return self._epsilon(self.accountant, composed) <= target
 
         if fits(self.num_rounds):
@@ -161,27 +192,30 @@ class PrivacyPlan:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def bound_noise(self) -> tuple[float | None, float]:
+    def bound_noise(self, round: int = 1) -> tuple[float | None, float]:
         """Returns C of the bound unit and the noise std on the sum that C bounds (0: none).
 
         CLIENT: of the sum over a cohort of the expected size; RECORD: of one step's gradient sum.
         """
         if self.bound_unit is PrivacyUnit.CLIENT:
-            return self.mechanism_clipping_norm, self.noise_std_of_sum or 0.0
-        norm, z = self.training_clipping_norm, self.training_noise_multiplier
+            return self.mechanism_clipping_norm, self._std_of_sum(round) or 0.0
+        norm, z = self.training_clipping_norm, self.noise_multiplier(PrivacyUnit.RECORD, round)
         std = self._std_per_scale(PrivacyUnit.RECORD)
         return norm, 0.0 if norm is None or z is None else norm * z * std
 
     @property
     def noise_std_of_sum(self) -> float | None:
-        """Std of the client-level noise on the sum over a cohort of the expected size.
+        """Std of the client-level noise on the sum over a cohort of the expected size, in round 1.
 
         LOCAL: sqrt(cohort) independent noises of z C. None without client-level privacy.
         """
-        if self.mechanism_clipping_norm is None or self.mechanism_noise_multiplier is None:
+        return self._std_of_sum(1)
+
+    def _std_of_sum(self, round: int) -> float | None:
+        norm, z = self.mechanism_clipping_norm, self.noise_multiplier(PrivacyUnit.CLIENT, round)
+        if norm is None or z is None:
             return None
-        std = self.mechanism_noise_multiplier * self.mechanism_clipping_norm
-        std *= self._std_per_scale(PrivacyUnit.CLIENT)
+        std = z * norm * self._std_per_scale(PrivacyUnit.CLIENT)
         local = self.placement is Placement.LOCAL
         return std * math.sqrt(self.expected_cohort) if local else std
 
@@ -218,14 +252,14 @@ class PrivacyPlan:
             "clients in the registry": str(self.population),
         }
         if (std := self.noise_std_of_sum) is not None:
-            facts["client-level noise multiplier"] = f"{self.mechanism_noise_multiplier:.6g}"
+            facts["client-level noise multiplier"] = self._shown_multiplier(PrivacyUnit.CLIENT)
             facts["client-level clipping norm"] = f"{self.mechanism_clipping_norm:g}"
             facts["client-level noise"] = self._law(PrivacyUnit.CLIENT)
             facts["noise std of sum"] = f"{std:.6g}"
             facts["noise std of mean"] = f"{self.noise_std_of_mean:.6g}"
             facts["expected cohort"] = f"{self.expected_cohort:g}"
         if self.training_noise_multiplier is not None:
-            facts["record-level noise multiplier"] = f"{self.training_noise_multiplier:.6g}"
+            facts["record-level noise multiplier"] = self._shown_multiplier(PrivacyUnit.RECORD)
             facts["record-level clipping norm"] = f"{self.training_clipping_norm:g}"
             facts["record-level noise"] = self._law(PrivacyUnit.RECORD)
         stated = self.epsilon_of is not None and not self.seeded_noise
@@ -255,6 +289,11 @@ class PrivacyPlan:
             "expected_cohort": self.expected_cohort,
             "mechanism_noise_multiplier": self.mechanism_noise_multiplier,
             "training_noise_multiplier": self.training_noise_multiplier,
+            "round_noise_multipliers": {
+                unit.value: [self.noise_multiplier(unit, r) for r in range(1, self.num_rounds + 1)]
+                for unit, schedule in self.schedules.items()
+                if schedule != noise_schedule.CONSTANT
+            },
             "noise_std_of_sum": self.noise_std_of_sum,
             "noise_std_of_mean": self.noise_std_of_mean,
             "signal_to_noise": ratio,
@@ -270,18 +309,35 @@ class PrivacyPlan:
         candidates = (r for r in self.rows if r.unit is self.bound_unit and r.event is not None)
         return next(candidates, None)
 
-    def _cheaply_within(self, composed: Mapping[PrivacyEvent, int], event: PrivacyEvent) -> bool:
-        """Returns True if a bound that costs little already shows that `composed` is allowed."""
+    def _as_planned(
+        self,
+        counts: Mapping[PrivacyEvent, int],
+        repeats: Mapping[PrivacyEvent, int],
+        event: PrivacyEvent,
+    ) -> bool:
+        """Returns True if the whole run is within the target and `counts` is no more than a part.
+
+        A part by rounds: then every client has some of the rounds that it has in the whole run. Or
+        by what is composed, where a kill has made a round charge again.
+        """
         target = math.inf if self.target_epsilon is None else self.target_epsilon
-        planned = self._composed({event: self.num_rounds}, event, _NO_REPEATS)
-        as_planned = all(count <= planned.get(e, 0) for e, count in composed.items())
-        if as_planned and self._epsilon(self.accountant, planned) <= target:
-            return True
-        if not self.accountant.rdp_may_accept:
+        planned = self._planned(event, self.num_rounds)
+        charged = {e: count for e, count in counts.items() if e.unit is event.unit}
+        first_only = not any(repeats.get(e) for e in charged)
+        whole = self._composed(planned, event, _NO_REPEATS)
+        if not (first_only and _contains(planned, charged)) and not _contains(
+            whole, self._composed(counts, event, repeats)
+        ):
+            return False
+        return self._epsilon(self.accountant, whole) <= target
+
+    def _rdp_accepts(self, composed: Mapping[PrivacyEvent, int]) -> bool:
+        """Returns True if RDP, which costs little, already shows that `composed` is allowed."""
+        if not self.accountant.rdp_may_accept or self.target_epsilon is None:
             return False
         loose = rdp.Rdp()
         bounded = all(loose.refusal(e) is None for e in composed)
-        return bounded and self._epsilon(loose, composed) <= target
+        return bounded and self._epsilon(loose, composed) <= self.target_epsilon
 
     def _guarantee(
         self, row: Row, counts: Mapping[PrivacyEvent, int], repeats: Mapping[PrivacyEvent, int]
@@ -313,20 +369,14 @@ class PrivacyPlan:
         event: PrivacyEvent,
         repeats: Mapping[PrivacyEvent, int],
     ) -> dict[PrivacyEvent, int]:
-        """Returns how often each charged event of `event`'s unit is composed for one unit.
+        """Returns how often each charged event of `event`'s unit is composed for one unit."""
+        return participation.composed(
+            counts, repeats, event, self.schedules[event.unit], self.cohort, self.population
+        )
 
-        The sampler says in how many rounds in a row one client can be asked. Two things could make
-        that too few, and are counted in full: a round charged again (its clients may have been
-        asked again), and rounds of several events (all those of one may be rounds of one client).
-        """
-        charged = {e: count for e, count in counts.items() if e.unit is event.unit and count}
-        first = {e: count - repeats.get(e, 0) for e, count in charged.items()}
-        num_rounds = sum(first.values())
-        composed = {}
-        for e, count in charged.items():
-            asked = _compositions(self.cohort, e, num_rounds, self.population)
-            composed[e] = min(first[e], asked) + count - first[e]
-        return composed
+    def _planned(self, event: PrivacyEvent, num_rounds: int) -> Mapping[PrivacyEvent, int]:
+        """Returns how often rounds 1 to `num_rounds` charge each event of `event`'s unit."""
+        return participation.in_rounds(event, self.schedules[event.unit], num_rounds)
 
     def _epsilon(self, accountant: Accountant, composed: Mapping[PrivacyEvent, int]) -> float:
         return accountant.epsilon(composed, self.target_delta)
@@ -338,6 +388,13 @@ class PrivacyPlan:
     def _std_per_scale(self, unit: PrivacyUnit) -> float:
         """Returns the std of `unit`'s noise of scale 1."""
         return self._noise_kind(unit).std_per_scale
+
+    def _shown_multiplier(self, unit: PrivacyUnit) -> str:
+        """Returns z of `unit` in words; with a schedule those of the first and the last round."""
+        first, last = (self.noise_multiplier(unit, r) for r in (1, self.num_rounds))
+        return (
+            f"{first:.6g}" if first == last else f"{first:.6g} in round 1, {last:.6g} in the last"
+        )
 
     def _law(self, unit: PrivacyUnit) -> str:
         """Returns what `unit`'s noise is and what its multiplier means."""
@@ -377,8 +434,11 @@ def make_plan(
             f"mechanism={settings.mechanism.kind}: noise shares have no accounting yet; "
             "choose mechanism=central_gaussian or mechanism=local_gaussian"
         )
-    mechanism_z = _noise_multiplier(settings, PrivacyUnit.CLIENT)
-    training_z = _noise_multiplier(settings, PrivacyUnit.RECORD)
+    owners = {PrivacyUnit.CLIENT: settings.mechanism, PrivacyUnit.RECORD: settings.training}
+    schedules = {unit: noise_schedule.of(owner) for unit, owner in owners.items()}
+    mechanism_z, training_z = (
+        _noise_multiplier(settings, unit, schedules[unit]) for unit in owners
+    )
     rows = statement_rows(settings, mechanism_z, training_z, simulated=simulated)
     population = settings.federation.population
     batch_rate = getattr(settings.training, "batch_rate", None)
@@ -391,6 +451,7 @@ def make_plan(
         num_rounds=settings.run.num_rounds,
         mechanism_noise_multiplier=mechanism_z,
         training_noise_multiplier=training_z,
+        schedules=schedules,
         events=tuple(dict.fromkeys(row.event for row in rows if row.event is not None)),
         rows=rows,
         bound_unit=settings.bound_unit,
@@ -403,50 +464,63 @@ def make_plan(
         placement=settings.mechanism.placement,
         warnings=(
             *_warnings(settings, nominal_rows, mechanism_z, training_z),
-            *_caveats(settings, rows),
+            *_caveats(settings, rows, schedules),
         ),
     )
 
 
-def _caveats(settings: Settings, rows: tuple[Row, ...]) -> list[str]:
+def _caveats(
+    settings: Settings, rows: tuple[Row, ...], schedules: Mapping[PrivacyUnit, NoiseSchedule]
+) -> list[str]:
     """Returns why the accountant's numbers for the whole run are no bounds, if they are not."""
-    num_rounds, population = settings.run.num_rounds, settings.federation.population
     found: dict[str, None] = {}
     for event in dict.fromkeys(row.event for row in rows if row.event is not None):
-        composed = {event: _compositions(settings.cohort, event, num_rounds, population)}
+        composed = _whole_run(settings, event, schedules[event.unit])
         if caveat := settings.accountant.caveat(composed, settings.privacy.target_delta):
             found[caveat] = None
     return list(found)
 
 
-def _noise_multiplier(settings: Settings, unit: PrivacyUnit) -> float | None:
-    """Returns z of `unit`: configured, calibrated over the whole run, or None if not private."""
+def _noise_multiplier(
+    settings: Settings, unit: PrivacyUnit, schedule: NoiseSchedule
+) -> float | None:
+    """Returns z of `unit`: configured, calibrated over the whole run, or None if not private.
+
+    With a schedule the scale: the target holds for all rounds at their own noise together.
+    """
     if round_event(settings, unit, 1.0) is None:
         return None
     configured = settings.noise_multiplier_of(unit)
     target = settings.privacy.target_epsilon
     if configured is not None or target is None:
         return configured
-    num_rounds = settings.run.num_rounds
+    lowest = min(noise_schedule.levels(schedule, settings.run.num_rounds))
 
-    def whole_run(noise_multiplier: float) -> dict[PrivacyEvent, int]:
-        event = round_event(settings, unit, noise_multiplier)
-        if event is None:
-            return {}
-        population = settings.federation.population
-        return {event: _compositions(settings.cohort, event, num_rounds, population)}
+    def whole_run(scale: float) -> Mapping[PrivacyEvent, int]:
+        # Less noise than any accountant takes, in whatever round, is as good as none.
+        enough = scale * lowest >= checks.NOISE_MULTIPLIERS[0]
+        event = round_event(settings, unit, scale if enough else 0.0)
+        return {} if event is None else _whole_run(settings, event, schedule)
 
-    return calibrate(settings.accountant, whole_run, target, settings.privacy.target_delta)
+    z = calibrate(settings.accountant, whole_run, target, settings.privacy.target_delta)
+    section = "mechanism" if unit is PrivacyUnit.CLIENT else "training"
+    noise_schedule.check_rounds(section, schedule, z, settings.run.num_rounds)
+    return z
 
 
-def _compositions(cohort: Cohort, event: PrivacyEvent, num_rounds: int, population: int) -> int:
-    """Returns how often `event` is composed for one unit in `num_rounds` rounds in a row.
+def _whole_run(
+    settings: Settings, event: PrivacyEvent, schedule: NoiseSchedule
+) -> dict[PrivacyEvent, int]:
+    """Returns how often each event is composed for one unit in the whole run."""
+    num_rounds, population = settings.run.num_rounds, settings.federation.population
+    planned = participation.in_rounds(event, schedule, num_rounds)
+    return participation.composed(
+        planned, _NO_REPEATS, event, schedule, settings.cohort, population
+    )
 
-    With amplification by client sampling every round counts; without, only the rounds in which one
-    client can have been asked.
-    """
-    amplified = event.unit is PrivacyUnit.CLIENT and event.sampling is not Sampling.NONE
-    return num_rounds if amplified else cohort.max_participations(num_rounds, population)
+
+def _contains(whole: Mapping[PrivacyEvent, int], part: Mapping[PrivacyEvent, int]) -> bool:
+    return all(count <= whole.get(event, 0) for event, count in part.items())
 
 
 def _clipping_norm(owner: object, noise_multiplier: float | None) -> float | None:

@@ -12,9 +12,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from fl_app import checks
+from fl_app import checks, noise_schedule
 from fl_app.clipping import clip_l1, clip_l2
 from fl_app.errors import PrivacyError
+from fl_app.noise_schedule import CONSTANT, NoiseSchedule
 from fl_app.plugins import Mechanism
 from fl_app.privacy import NoiseKind, Placement
 from fl_app.rng import NoiseSource
@@ -39,10 +40,12 @@ class AdditiveMechanism(Mechanism):
     Attributes:
         noise_multiplier: z, noise scale of the sum / clipping norm (GAUSSIAN: the std; LAPLACE: b,
             whose std is sqrt(2) b); None: calibrated.
+        noise_schedule: the level of each round that z is multiplied with, see `noise_schedule`.
         clipping_norm: C of the first round, norm of one client's update.
     """
 
     noise_multiplier: float | None
+    noise_schedule: NoiseSchedule = CONSTANT
     clipping_norm: float
 
     noise_kind: ClassVar[NoiseKind]
@@ -50,6 +53,7 @@ class AdditiveMechanism(Mechanism):
     def __post_init__(self) -> None:
         if self.noise_multiplier is not None:
             checks.noise_multiplier("mechanism.noise_multiplier", self.noise_multiplier)
+        noise_schedule.check("mechanism.noise_schedule", self.noise_schedule)
         checks.clipping_norm("mechanism.clipping_norm", self.clipping_norm)
 
     def _clipped(self, update: LocalUpdate, order: RoundOrder) -> FloatVector:
