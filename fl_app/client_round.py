@@ -41,6 +41,9 @@ from fl_app.wire import TrainRequest
 
 log = logging.getLogger("dpfl")
 
+_ROUNDING = 1e-12
+"""How far the same power or exponential may differ between two machines."""
+
 
 def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
     """Returns the protected sum over the hosted clients that were asked and could train.
@@ -75,17 +78,15 @@ def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
 def check_order(order: RoundOrder, settings: Settings) -> None:
     """Refuses an order that asks for other noise or clipping than the settings say for its round.
 
+    Of adaptive clipping a node can verify how far C can have moved by then, not the noised counts
+    that moved it. What a round costs does not depend on C: its noise grows with it.
+
     Raises:
         PrivacyError: the order's numbers are not those of the settings.
     """
     of_round = functools.partial(settings.noise_multiplier_in, round=order.round)
     pairs = (
         ("mechanism.noise_multiplier", order.noise_multiplier, of_round(PrivacyUnit.CLIENT)),
-        (
-            "mechanism.clipping_norm",
-            order.clipping_norm,
-            getattr(settings.mechanism, "clipping_norm", None),
-        ),
         (
             "training.noise_multiplier",
             order.training_noise_multiplier,
@@ -99,12 +100,28 @@ def check_order(order: RoundOrder, settings: Settings) -> None:
                 "the node does not train"
             )
 
+    _check_norm(order, settings.mechanism.clipping_norms(order.round))
+
+
+def _check_norm(order: RoundOrder, allowed: tuple[float, float] | None) -> None:
+    asked = order.clipping_norm
+    if asked is None or allowed is None:
+        within = asked is None and allowed is None
+    else:
+        within = allowed[0] * (1 - _ROUNDING) <= asked <= allowed[1] * (1 + _ROUNDING)
+    if not within:
+        said = None if allowed is None else " to ".join(f"{norm:g}" for norm in sorted({*allowed}))
+        raise PrivacyError(
+            f"mechanism.clipping_norm={asked} asked in round {order.round}: the settings say "
+            f"{said}; the node does not train"
+        )
+
 
 def _same(asked: float | None, agreed: float | None) -> bool:
     """Returns whether two numbers are one, up to the last digits of another machine's power."""
     if asked is None or agreed is None:
         return asked is agreed
-    return math.isclose(asked, agreed, rel_tol=1e-12)
+    return math.isclose(asked, agreed, rel_tol=_ROUNDING)
 
 
 def run_client(

@@ -218,6 +218,32 @@ class Mechanism(Plugin):
     """Who adds the noise, None without client-level privacy."""
     noise_kind: ClassVar[NoiseKind | None]
 
+    @property
+    def num_counts(self) -> int:
+        """How many coordinates a privatized vector has beyond the parameters."""
+        return 0
+
+    def settled(self, largest_multiplier: float, expected_cohort: float) -> Mechanism:
+        """Returns the mechanism with every value filled in that its configuration left open.
+
+        Args:
+            largest_multiplier: z of the run's noisiest round.
+            expected_cohort: the public constant that sums are divided by.
+
+        Raises:
+            SettingsError: its values cannot go together with that noise.
+        """
+        return self
+
+    def update_multiplier(self, noise_multiplier: float) -> float:
+        """Returns the noise scale of the updates / C in a release of `noise_multiplier` in all."""
+        return noise_multiplier
+
+    def clipping_norms(self, round: int) -> tuple[float, float] | None:
+        """Returns the least and the largest C that `round` can have, None without clipping."""
+        norm: float | None = getattr(self, "clipping_norm", None)
+        return None if norm is None else (norm, norm)
+
     @abstractmethod
     def privatize(
         self, update: LocalUpdate, order: RoundOrder, noise: NoiseSource

@@ -163,6 +163,7 @@ def with_noise(settings: Settings, plan: PrivacyPlan) -> Settings:
     values = settings.to_mapping()
     if plan.mechanism_noise_multiplier is not None:
         values["mechanism"]["noise_multiplier"] = plan.mechanism_noise_multiplier
+        values["mechanism"] |= plan.settled_mechanism
     if plan.training_noise_multiplier is not None:
         values["training"]["noise_multiplier"] = plan.training_noise_multiplier
     return Settings.from_mapping(values)
@@ -284,6 +285,7 @@ class _ServerRun:
             to_arrays=self._to_arrays,
             nominal_rows=rows,
             first_round=checkpoint.round + 1,
+            clipping_norm=checkpoint.clipping_norm,
             on_round=self._on_round,
             should_stop=self.stop_requested.is_set,
         )
@@ -343,7 +345,9 @@ class _ServerRun:
     def _on_round(
         self, strategy: DPFedAvg, trace: RoundTrace, metrics: MetricRecord | None
     ) -> None:
-        row = self._history_row(trace.round, metrics)
+        order = strategy.last_order
+        norm = None if order is None else order.clipping_norm
+        row = self._history_row(trace.round, metrics, norm)
         self.history.append(row)
         self.directory.log_round(trace, len(self.plan.events))
         self.checkpoint = Checkpoint(
@@ -353,6 +357,7 @@ class _ServerRun:
             history=self.history,
             ledger_head=self.ledger.head,
             ledger_rows=self.ledger.num_rows,
+            clipping_norm=strategy.clipping_norm,
         )
         self.directory.save_checkpoint(self.checkpoint)
         self._save_metrics()
@@ -362,8 +367,10 @@ class _ServerRun:
         delta = self.settings.privacy.target_delta
         self.directory.save_metrics(self.history, self.plan.epsilon_of, delta)
 
-    def _history_row(self, round: int, metrics: MetricRecord | None) -> HistoryRow:
-        clipping_norm, std = self.plan.bound_noise(round)
+    def _history_row(
+        self, round: int, metrics: MetricRecord | None, client_norm: float | None
+    ) -> HistoryRow:
+        clipping_norm, std = self.plan.bound_noise(round, client_norm)
         return HistoryRow(
             round=round,
             accuracy=None if metrics is None else float(_scalar(metrics, "accuracy")),

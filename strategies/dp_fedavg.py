@@ -38,6 +38,7 @@ from fl_app.stages import (
     RoundOrder,
     RoundTrace,
 )
+from strategies.adaptive_clipping import next_clipping_norm
 from strategies.roster import Roster
 
 log = logging.getLogger("dpfl")
@@ -80,6 +81,7 @@ class DPFedAvg(Strategy):
         to_arrays: makes the array record of the global model from its float32 parameters.
         nominal_rows: public row count of a client.
         first_round: the round to begin with (1, or after the checkpoint).
+        clipping_norm: client-level C to begin with; None: that of the settings.
         on_round: called after every finished round; saves and shows.
         should_stop: asked before every round; True ends the run well, to be resumed.
     """
@@ -96,6 +98,7 @@ class DPFedAvg(Strategy):
         to_arrays: ToArrays,
         nominal_rows: int,
         first_round: int = 1,
+        clipping_norm: float | None = None,
         on_round: OnRound | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -104,6 +107,9 @@ class DPFedAvg(Strategy):
         self.ledger = ledger
         self.parameters_P = parameters_P
         self.optimizer_state = optimizer_state
+        configured = getattr(settings.mechanism, "clipping_norm", None)
+        self.clipping_norm: float | None = configured if clipping_norm is None else clipping_norm
+        self.last_order: RoundOrder | None = None
         self.status = "completed"
         self.rounds_done = first_round - 1
         self._roster = roster
@@ -234,10 +240,9 @@ class DPFedAvg(Strategy):
         return rows // max(1, len(self.plan.events))
 
     def _order(self, round: int, attempt: int) -> RoundOrder:
-        clipping_norm = getattr(self.settings.mechanism, "clipping_norm", None)
         return RoundOrder(
             round=round,
-            clipping_norm=clipping_norm,
+            clipping_norm=self.clipping_norm,
             noise_multiplier=self.plan.noise_multiplier(PrivacyUnit.CLIENT, round),
             training_noise_multiplier=self.plan.noise_multiplier(PrivacyUnit.RECORD, round),
             nominal_rows=self._nominal_rows,
@@ -276,7 +281,7 @@ class DPFedAvg(Strategy):
             raise ProtocolError(f"node {node}: replied for clients that it was not asked for")
         if len(set(update.clients)) != len(update.clients):
             raise ProtocolError(f"node {node}: counts a client twice")
-        if update.vector_P.shape != self.parameters_P.shape:
+        if update.vector_P.shape != (self._update_size,):
             raise ProtocolError(f"node {node}: the update has the wrong size")
         if not np.isfinite(update.vector_P).all():
             raise ProtocolError(f"node {node}: the update is not finite")
@@ -287,9 +292,12 @@ class DPFedAvg(Strategy):
             raise ProtocolError(f"node {node}: the weight is not its number of clients")
 
     def _combine(self, current: _Round, updates: Sequence[ProtectedUpdate]) -> CohortSum:
-        return self.settings.protection.combine(
-            updates, self.parameters_P.size, current.order.round
-        )
+        return self.settings.protection.combine(updates, self._update_size, current.order.round)
+
+    @property
+    def _update_size(self) -> int:
+        """P, and one for the count of adaptive clipping."""
+        return self.parameters_P.size + self.settings.mechanism.num_counts
 
     def _release_and_step(self, current: _Round, total: CohortSum) -> None:
         """Noise first, then the optimizer; `total` is overwritten by the release (rule 6)."""
@@ -300,6 +308,11 @@ class DPFedAvg(Strategy):
             total, current.order, self._expected_cohort, noise
         )
         self.settings.server_optimizer.step(self.parameters_P, release.mean_P, self.optimizer_state)
+        # For the next round only: this one's noise and clients had the C that was sent (rule 4).
+        if self.clipping_norm is not None:
+            self.clipping_norm = next_clipping_norm(
+                self.settings.mechanism, self.clipping_norm, release
+            )
 
     def _note_failures(self, current: _Round) -> None:
         """Logs each new cause once, and ends a run in which nobody works any more.
@@ -335,6 +348,7 @@ class DPFedAvg(Strategy):
             raise FederationError("a round was finished that never began")
         self._current = None
         self.rounds_done = current.order.round
+        self.last_order = current.order
         trace = RoundTrace(
             round=current.order.round,
             cohort=tuple(current.cohort.tolist()),

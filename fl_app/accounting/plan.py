@@ -19,7 +19,7 @@ from fl_app.accounting.calibration import calibrate
 from fl_app.accounting.statement import NO_NOISE, SEEDED, Row, round_event, statement_rows
 from fl_app.errors import SettingsError
 from fl_app.noise_schedule import NoiseSchedule
-from fl_app.plugins import Accountant, Cohort
+from fl_app.plugins import Accountant, Cohort, Mechanism
 from fl_app.privacy import Guarantee, NoiseKind, Placement, PrivacyEvent, PrivacyUnit
 from fl_app.settings import Settings
 
@@ -53,7 +53,7 @@ class PrivacyPlan:
         mechanism_clipping_norm: client-level C, None without.
         training_clipping_norm: record-level C, None without.
         expected_batch: batch rate x nominal rows, None without record-level privacy.
-        placement: who adds the client-level noise, None if nobody.
+        mechanism: the client-level mechanism, every value filled in.
         warnings: what the reader should know before trusting a row.
     """
 
@@ -74,7 +74,7 @@ class PrivacyPlan:
     mechanism_clipping_norm: float | None
     training_clipping_norm: float | None
     expected_batch: float | None
-    placement: Placement | None
+    mechanism: Mechanism
     warnings: tuple[str, ...]
 
     @property
@@ -192,13 +192,20 @@ class PrivacyPlan:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def bound_noise(self, round: int = 1) -> tuple[float | None, float]:
+    def bound_noise(
+        self, round: int = 1, client_norm: float | None = None
+    ) -> tuple[float | None, float]:
         """Returns C of the bound unit and the noise std on the sum that C bounds (0: none).
 
         CLIENT: of the sum over a cohort of the expected size; RECORD: of one step's gradient sum.
+
+        Args:
+            round: from 1.
+            client_norm: client-level C of that round; None: the configured one.
         """
         if self.bound_unit is PrivacyUnit.CLIENT:
-            return self.mechanism_clipping_norm, self._std_of_sum(round) or 0.0
+            norm = self.mechanism_clipping_norm if client_norm is None else client_norm
+            return norm, self._std_of_sum(round, norm) or 0.0
         norm, z = self.training_clipping_norm, self.noise_multiplier(PrivacyUnit.RECORD, round)
         std = self._std_per_scale(PrivacyUnit.RECORD)
         return norm, 0.0 if norm is None or z is None else norm * z * std
@@ -209,14 +216,14 @@ class PrivacyPlan:
 
         LOCAL: sqrt(cohort) independent noises of z C. None without client-level privacy.
         """
-        return self._std_of_sum(1)
+        return self._std_of_sum(1, self.mechanism_clipping_norm)
 
-    def _std_of_sum(self, round: int) -> float | None:
-        norm, z = self.mechanism_clipping_norm, self.noise_multiplier(PrivacyUnit.CLIENT, round)
+    def _std_of_sum(self, round: int, norm: float | None) -> float | None:
+        z = self.noise_multiplier(PrivacyUnit.CLIENT, round)
         if norm is None or z is None:
             return None
-        std = z * norm * self._std_per_scale(PrivacyUnit.CLIENT)
-        local = self.placement is Placement.LOCAL
+        std = self.mechanism.update_multiplier(z) * norm * self._std_per_scale(PrivacyUnit.CLIENT)
+        local = self.mechanism.placement is Placement.LOCAL
         return std * math.sqrt(self.expected_cohort) if local else std
 
     @property
@@ -255,6 +262,7 @@ class PrivacyPlan:
             facts["client-level noise multiplier"] = self._shown_multiplier(PrivacyUnit.CLIENT)
             facts["client-level clipping norm"] = f"{self.mechanism_clipping_norm:g}"
             facts["client-level noise"] = self._law(PrivacyUnit.CLIENT)
+            facts |= self._adaptive_facts()
             facts["noise std of sum"] = f"{std:.6g}"
             facts["noise std of mean"] = f"{self.noise_std_of_mean:.6g}"
             facts["expected cohort"] = f"{self.expected_cohort:g}"
@@ -389,6 +397,25 @@ class PrivacyPlan:
         """Returns the std of `unit`'s noise of scale 1."""
         return self._noise_kind(unit).std_per_scale
 
+    @property
+    def settled_mechanism(self) -> dict[str, float]:
+        """The mechanism's values that its configuration left open, by key, noise aside."""
+        std: float | None = getattr(self.mechanism, "count_noise_std", None)
+        return {} if std is None else {"count_noise_std": std}
+
+    def _adaptive_facts(self) -> dict[str, str]:
+        z = self.noise_multiplier(PrivacyUnit.CLIENT, 1)
+        if not self.mechanism.num_counts or z is None:
+            return {}
+        std = self.settled_mechanism["count_noise_std"]
+        return {
+            "adaptive clipping": (
+                f"towards the {getattr(self.mechanism, 'target_quantile', None):g} quantile of the "
+                f"updates' norms; noise {std:.6g} on the count, "
+                f"multiplier {self.mechanism.update_multiplier(z):.6g} left for the updates"
+            )
+        }
+
     def _shown_multiplier(self, unit: PrivacyUnit) -> str:
         """Returns z of `unit` in words; with a schedule those of the first and the last round."""
         first, last = (self.noise_multiplier(unit, r) for r in (1, self.num_rounds))
@@ -439,6 +466,9 @@ def make_plan(
     mechanism_z, training_z = (
         _noise_multiplier(settings, unit, schedules[unit]) for unit in owners
     )
+    expected_cohort = settings.cohort.expected_size(settings.federation.population)
+    largest = max(noise_schedule.levels(schedules[PrivacyUnit.CLIENT], settings.run.num_rounds))
+    mechanism = settings.mechanism.settled((mechanism_z or 0.0) * largest, expected_cohort)
     rows = statement_rows(settings, mechanism_z, training_z, simulated=simulated)
     population = settings.federation.population
     batch_rate = getattr(settings.training, "batch_rate", None)
@@ -457,11 +487,11 @@ def make_plan(
         bound_unit=settings.bound_unit,
         seeded_noise=settings.run.seeded_noise,
         population=population,
-        expected_cohort=settings.cohort.expected_size(population),
+        expected_cohort=expected_cohort,
         mechanism_clipping_norm=_clipping_norm(settings.mechanism, mechanism_z),
         training_clipping_norm=_clipping_norm(settings.training, training_z),
         expected_batch=batch_rate * nominal_rows if known else None,  # type: ignore[operator]
-        placement=settings.mechanism.placement,
+        mechanism=mechanism,
         warnings=(
             *_warnings(settings, nominal_rows, mechanism_z, training_z),
             *_caveats(settings, rows, schedules),
