@@ -419,9 +419,9 @@ class PrivacyPlan:
     def _shown_multiplier(self, unit: PrivacyUnit) -> str:
         """Returns z of `unit` in words; with a schedule those of the first and the last round."""
         first, last = (self.noise_multiplier(unit, r) for r in (1, self.num_rounds))
-        return (
-            f"{first:.6g}" if first == last else f"{first:.6g} in round 1, {last:.6g} in the last"
-        )
+        if len(set(noise_schedule.levels(self.schedules[unit], self.num_rounds))) == 1:
+            return f"{first:.6g}"
+        return f"{first:.6g} in round 1, {last:.6g} in the last"
 
     def _law(self, unit: PrivacyUnit) -> str:
         """Returns what `unit`'s noise is and what its multiplier means."""

@@ -107,13 +107,14 @@ def _merged(steps: Mapping[PrivacyEvent, int]) -> tuple[_Step, ...]:
 
     The others keep their order, that of the rounds, so that a longer run begins like a shorter one.
     """
-    plain = [event for event in steps if not _pure(event) and event.sampling_rate == 1]
-    rest = [
-        (event.noise, sensitivity_multiplier(event), event.sampling_rate, count)
-        for event, count in steps.items()
-        if event not in plain
-    ]
-    precision = math.fsum(steps[event] / sensitivity_multiplier(event) ** 2 for event in plain)
+    rest, precisions = [], []
+    for event, count in steps.items():
+        z = sensitivity_multiplier(event)
+        if _pure(event) or event.sampling_rate < 1:
+            rest.append((event.noise, z, event.sampling_rate, count))
+        else:
+            precisions.append(count / z**2)
+    precision = math.fsum(precisions)
     merged = [(NoiseKind.GAUSSIAN, precision**-0.5, 1.0, 1)] if precision else []
     return tuple(rest + merged)
 

@@ -384,6 +384,9 @@ def test_plan_and_history_tell_each_rounds_noise() -> None:
     assert made.to_json()["round_noise_multipliers"] == {"CLIENT": [8.0, 4.0, 2.0]}
     assert [made.bound_noise(r) for r in (1, 2, 3)] == [(0.5, 4.0), (0.5, 2.0), (0.5, 1.0)]
     assert made.summary()["client-level noise multiplier"] == "8 in round 1, 2 in the last"
+    there_and_back = plan("mechanism.noise_multiplier=8", "mechanism.noise_schedule=[1,3,1]",
+                          "run.num_rounds=3", *UNLIMITED)  # fmt: skip
+    assert there_and_back.summary()["client-level noise multiplier"] != "8"
     constant = plan("mechanism.noise_multiplier=8", *UNLIMITED)
     assert constant.to_json()["round_noise_multipliers"] == {}
     assert constant.summary()["client-level noise multiplier"] == "8"
