@@ -18,6 +18,11 @@ from fl_app.errors import SettingsError
 
 T = TypeVar("T")
 
+NOISE_MULTIPLIERS = (1e-3, 1e6)
+"""The least and the most noise that accountants are exact at."""
+CLIPPING_NORMS = (1e-6, 1e6)
+"""The least and the largest C: where float32 clips exactly."""
+
 
 def fail(key: str, value: object, allowed: str, remedy: str = "") -> SettingsError:
     """Returns (does not raise) the error for ``key=value``; `allowed` and `remedy` are phrases."""
@@ -49,7 +54,8 @@ def non_negative(key: str, value: object, remedy: str = "") -> float:
 def noise_multiplier(key: str, value: object) -> float:
     """Returns `value` if it is 0, or from 0.001 to 1,000,000: where accountants are exact."""
     number = number_or_none(value)
-    if number is None or not (number == 0 or 1e-3 <= number <= 1e6):
+    least, most = NOISE_MULTIPLIERS
+    if number is None or not (number == 0 or least <= number <= most):
         allowed = "must be finite and >= 0: 0, or a number from 0.001 to 1000000"
         raise fail(key, value, allowed, "set 0 for no noise, or null to calibrate it")
     return number
@@ -57,8 +63,8 @@ def noise_multiplier(key: str, value: object) -> float:
 
 def clipping_norm(key: str, value: object) -> float:
     """Returns `value` if it is from 0.000001 to 1,000,000: where float32 clips exactly."""
-    number = number_or_none(value)
-    if number is None or not 1e-6 <= number <= 1e6:
+    number, (least, largest) = number_or_none(value), CLIPPING_NORMS
+    if number is None or not least <= number <= largest:
         raise fail(key, value, "must be a finite number > 0, from 0.000001 to 1000000")
     return number
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import secrets
 import traceback
 
@@ -28,6 +29,7 @@ from fl_app.models import build_model, flat_parameters, num_parameters, set_flat
 from fl_app.node_policy import order_of
 from fl_app.partitioners import split_of
 from fl_app.plugins import TrainingJob
+from fl_app.privacy import PrivacyUnit
 from fl_app.settings import Settings
 from fl_app.stages import (
     ClientPartition,
@@ -42,6 +44,9 @@ from fl_app.stages import (
 from fl_app.wire import BUDGET_EXHAUSTED, FAILED, LEDGER, REFUSED, TrainRequest
 
 log = logging.getLogger("dpfl")
+
+_ROUNDING = 1e-12
+"""How far the same power or exponential may differ between two machines."""
 
 
 def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
@@ -81,23 +86,52 @@ def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
 
 
 def check_order(order: RoundOrder, settings: Settings) -> None:
-    """Refuses an order that asks for other noise or clipping than the settings say.
+    """Refuses an order that asks for other noise or clipping than the settings say for its round.
+
+    Of adaptive clipping a node can verify how far C can have moved by then, not the noised counts
+    that moved it. What a round costs does not depend on C: its noise grows with it.
 
     Raises:
         PrivacyError: the order's numbers are not those of the settings.
     """
+    of_round = functools.partial(settings.noise_multiplier_in, round=order.round)
     pairs = (
-        ("mechanism.noise_multiplier", order.noise_multiplier, settings.mechanism),
-        ("mechanism.clipping_norm", order.clipping_norm, settings.mechanism),
-        ("training.noise_multiplier", order.training_noise_multiplier, settings.training),
+        ("mechanism.noise_multiplier", order.noise_multiplier, of_round(PrivacyUnit.CLIENT)),
+        (
+            "training.noise_multiplier",
+            order.training_noise_multiplier,
+            of_round(PrivacyUnit.RECORD),
+        ),
     )
-    for key, asked, section in pairs:
-        agreed = getattr(section, key.partition(".")[2], None)
-        if asked != agreed:
+    for key, asked, agreed in pairs:
+        if not _same(asked, agreed):
             raise PrivacyError(
                 f"{key}={asked} asked in round {order.round}: the settings say {agreed}; "
                 "the node does not train"
             )
+
+    _check_norm(order, settings.mechanism.clipping_norms(order.round))
+
+
+def _check_norm(order: RoundOrder, allowed: tuple[float, float] | None) -> None:
+    asked = order.clipping_norm
+    if asked is None or allowed is None:
+        within = asked is None and allowed is None
+    else:
+        within = allowed[0] * (1 - _ROUNDING) <= asked <= allowed[1] * (1 + _ROUNDING)
+    if not within:
+        said = None if allowed is None else " to ".join(f"{norm:g}" for norm in sorted({*allowed}))
+        raise PrivacyError(
+            f"mechanism.clipping_norm={asked} asked in round {order.round}: the settings say "
+            f"{said}; the node does not train"
+        )
+
+
+def _same(asked: float | None, agreed: float | None) -> bool:
+    """Returns whether two numbers are one, up to the last digits of another machine's power."""
+    if asked is None or agreed is None:
+        return asked is agreed
+    return math.isclose(asked, agreed, rel_tol=_ROUNDING)
 
 
 def run_client(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from fl_app.errors import PrivacyError
-from fl_app.stages import FloatVector
+from fl_app.stages import DoubleVector, FloatVector
 
 _BLOCK = 1 << 16
 _SHRINK = 1 - 2.0**-23
@@ -35,10 +36,24 @@ def clip_l2(vector_P: FloatVector, clipping_norm: float) -> FloatVector:
     Raises:
         PrivacyError: `clipping_norm` bounds nothing.
     """
+    return _clip(vector_P, clipping_norm, l2_norm)
+
+
+def clip_l1(vector_P: FloatVector, clipping_norm: float) -> FloatVector:
+    """Returns `vector_P` scaled down, if need be, to an L1 norm of at most `clipping_norm`.
+
+    Guarantee and edge cases are those of `clip_l2`, with the sum of absolute values as the norm.
+    """
+    return _clip(vector_P, clipping_norm, l1_norm)
+
+
+def _clip(
+    vector_P: FloatVector, clipping_norm: float, norm_of: Callable[[FloatVector], float]
+) -> FloatVector:
     if not (math.isfinite(clipping_norm) and clipping_norm > 0):
         raise PrivacyError(f"clipping_norm={clipping_norm}: must be a finite number > 0")
     vector_P = np.asarray(vector_P, dtype=np.float32)
-    norm = l2_norm(vector_P)
+    norm = norm_of(vector_P)
     if not math.isfinite(norm):
         return np.zeros_like(vector_P)
     if norm <= clipping_norm:
@@ -46,14 +61,21 @@ def clip_l2(vector_P: FloatVector, clipping_norm: float) -> FloatVector:
     clipped_P = np.empty_like(vector_P)
     factor = clipping_norm / norm * _SHRINK
     np.multiply(vector_P, factor, out=clipped_P, dtype=np.float64, casting="same_kind")
-    return clipped_P if l2_norm(clipped_P) <= clipping_norm else np.zeros_like(vector_P)
+    return clipped_P if norm_of(clipped_P) <= clipping_norm else np.zeros_like(vector_P)
 
 
 def l2_norm(vector_P: FloatVector) -> float:
     """Returns the L2 norm in float64, not finite if an element is not. As private as the vector."""
+    return math.sqrt(math.fsum(float(part @ part) for part in _wide_blocks(vector_P)))
+
+
+def l1_norm(vector_P: FloatVector) -> float:
+    """Returns the L1 norm in float64, not finite if an element is not. As private as the vector."""
+    return math.fsum(float(np.abs(part).sum()) for part in _wide_blocks(vector_P))
+
+
+def _wide_blocks(vector_P: FloatVector) -> Iterator[DoubleVector]:
+    """Yields the elements in order, in float64, a block at a time (memory)."""
     flat = vector_P.reshape(-1)
-    total = 0.0
     for start in range(0, flat.size, _BLOCK):
-        part = flat[start : start + _BLOCK].astype(np.float64)
-        total += float(part @ part)
-    return math.sqrt(total)
+        yield flat[start : start + _BLOCK].astype(np.float64)

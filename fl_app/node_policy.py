@@ -173,12 +173,12 @@ _ASKED = {
 
 
 def order_of(settings: Settings) -> RoundOrder:
-    """Returns the order that the settings by themselves describe, for checks before any round."""
+    """Returns the order of round 1 that the settings describe, for checks before any round."""
     return RoundOrder(
         round=1,
         clipping_norm=getattr(settings.mechanism, "clipping_norm", None),
-        noise_multiplier=settings.noise_multiplier_of(PrivacyUnit.CLIENT),
-        training_noise_multiplier=settings.noise_multiplier_of(PrivacyUnit.RECORD),
+        noise_multiplier=settings.noise_multiplier_in(PrivacyUnit.CLIENT, 1),
+        training_noise_multiplier=settings.noise_multiplier_in(PrivacyUnit.RECORD, 1),
         nominal_rows=1,
     )
 

@@ -233,13 +233,18 @@ class Mechanism(Plugin):
     noise_kind: ClassVar[NoiseKind | None]
 
     @property
+    def num_counts(self) -> int:
+        """How many coordinates a privatized vector has beyond the parameters."""
+        return 0
+
+    @property
     def modulus(self) -> int | None:
         """What clients' integers are summed modulo, None for floats."""
         return None
 
     def wire_size(self, num_parameters: int) -> int:
-        """Returns the length of the vector that clients send, at least `num_parameters`."""
-        return num_parameters
+        """Returns how long the vectors that clients send are: P, and counts or padding."""
+        return num_parameters + self.num_counts
 
     def own_noise_multiplier(self, noise_multiplier: float) -> float:
         """Returns z, or what it is of the noise that one client adds by itself where that is less.
@@ -253,10 +258,15 @@ class Mechanism(Plugin):
         return True
 
     def resolved(self, noise_multiplier: float, num_parameters: int, cohort: CohortSize) -> Self:
-        """Returns the mechanism with the public constants filled in that the plan of a run decides.
+        """Returns the mechanism with every value filled in that its configuration left open.
+
+        Args:
+            noise_multiplier: z of the run's noisiest round.
+            num_parameters: P.
+            cohort: how many clients are asked.
 
         Raises:
-            SettingsError: there are none that work.
+            SettingsError: there are no values that work, or given ones do not with that noise.
         """
         return self
 
@@ -272,6 +282,15 @@ class Mechanism(Plugin):
     ) -> dict[str, str]:
         """Returns public facts of a resolved mechanism for people, by label."""
         return {}
+
+    def update_multiplier(self, noise_multiplier: float) -> float:
+        """Returns the noise scale of the updates / C in a release of `noise_multiplier` in all."""
+        return noise_multiplier
+
+    def clipping_norms(self, round: int) -> tuple[float, float] | None:
+        """Returns the least and the largest C that `round` can have, None without clipping."""
+        norm: float | None = getattr(self, "clipping_norm", None)
+        return None if norm is None else (norm, norm)
 
     @abstractmethod
     def privatize(
@@ -329,6 +348,14 @@ class Cohort(Plugin):
     @abstractmethod
     def max_participations(self, num_rounds: int, population: int) -> int:
         """Returns in how many of `num_rounds` rounds in a row one client can be asked at most."""
+
+    def turns(self, num_rounds: int, population: int) -> tuple[tuple[int, ...], ...] | None:
+        """Returns the rounds (from 1) of each client, every different set once.
+
+        None: any `max_participations` of rounds 1 to `num_rounds` may be one client's. Used where
+        rounds differ in noise.
+        """
+        return None
 
 
 class Accountant(Plugin):

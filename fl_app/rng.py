@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from typing import NoReturn, Self
 
 import numpy as np
@@ -145,16 +146,25 @@ class NoiseSource:
         Raises:
             PrivacyError: `vector_P` is not float64, `std` negative or not finite; or as `gaussian`.
         """
+        self._add(vector_P, std, self.gaussian)
+
+    def add_laplace(self, vector_P: DoubleVector, scale: float) -> None:
+        """Adds independent Laplace noise of `scale` (std sqrt(2) `scale`), as `add_gaussian`."""
+        self._add(vector_P, scale, self.laplace)
+
+    def _add(
+        self, vector_P: DoubleVector, scale: float, draw: Callable[[int], DoubleVector]
+    ) -> None:
         if vector_P.dtype != np.float64:
             raise PrivacyError(f"vector_P.dtype={vector_P.dtype}: noise is added in float64")
-        if not (math.isfinite(std) and std >= 0):
-            raise PrivacyError(f"noise std={std}: must be finite and >= 0; set 0 for no noise")
-        if std == 0:
+        if not (math.isfinite(scale) and scale >= 0):
+            raise PrivacyError(f"noise scale={scale}: must be finite and >= 0; set 0 for no noise")
+        if scale == 0:
             return
         for start in range(0, vector_P.size, 2 * _BLOCK_PAIRS):
             part = vector_P[start : start + 2 * _BLOCK_PAIRS]
-            noise = self.gaussian(part.size)
-            noise *= std
+            noise = draw(part.size)
+            noise *= scale
             part += noise
 
     def _start(self, key: bytes) -> None:

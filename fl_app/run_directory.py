@@ -55,6 +55,7 @@ class Checkpoint:
         history: the public record so far.
         ledger_head: digest of the ledger's last row at that time.
         ledger_rows: number of its rows at that time.
+        clipping_norm: client-level C of the next round, None without client-level privacy.
     """
 
     round: int
@@ -63,6 +64,7 @@ class Checkpoint:
     history: Sequence[HistoryRow]
     ledger_head: str
     ledger_rows: int
+    clipping_norm: float | None = None
 
 
 class RunDirectory:
@@ -111,6 +113,7 @@ class RunDirectory:
             "round": str(checkpoint.round),
             "ledger_head": checkpoint.ledger_head,
             "ledger_rows": str(checkpoint.ledger_rows),
+            "clipping_norm": json.dumps(checkpoint.clipping_norm),
             "history": json.dumps([asdict(row) for row in checkpoint.history]),
         }
         temporary = self.path / (CHECKPOINT + ".tmp")
@@ -139,6 +142,7 @@ class RunDirectory:
                 history=[HistoryRow(**row) for row in json.loads(metadata["history"])],
                 ledger_head=metadata["ledger_head"],
                 ledger_rows=int(metadata["ledger_rows"]),
+                clipping_norm=json.loads(metadata["clipping_norm"]),
             )
         except Exception as error:  # safetensors raises several kinds of its own
             raise checks.fail(

@@ -324,6 +324,7 @@ class _ServerRun:
             to_arrays=self._to_arrays,
             nominal_rows=rows,
             first_round=checkpoint.round + 1,
+            clipping_norm=checkpoint.clipping_norm,
             on_round=self._on_round,
             should_stop=self.stop_requested.is_set,
         )
@@ -384,7 +385,9 @@ class _ServerRun:
     def _on_round(
         self, strategy: DPFedAvg, trace: RoundTrace, metrics: MetricRecord | None
     ) -> None:
-        row = self._history_row(trace.round, metrics)
+        order = strategy.last_order
+        norm = None if order is None else order.clipping_norm
+        row = self._history_row(trace.round, metrics, norm)
         self.history.append(row)
         self.directory.log_round(trace, len(self.plan.events))
         self.checkpoint = Checkpoint(
@@ -394,6 +397,7 @@ class _ServerRun:
             history=self.history,
             ledger_head=self.ledger.head,
             ledger_rows=self.ledger.num_rows,
+            clipping_norm=strategy.clipping_norm,
         )
         self.directory.save_checkpoint(self.checkpoint)
         self._save_metrics()
@@ -403,8 +407,10 @@ class _ServerRun:
         delta = self.settings.privacy.target_delta
         self.directory.save_metrics(self.history, self.plan.epsilon_of, delta)
 
-    def _history_row(self, round: int, metrics: MetricRecord | None) -> HistoryRow:
-        clipping_norm, std = self.plan.bound_noise()
+    def _history_row(
+        self, round: int, metrics: MetricRecord | None, client_norm: float | None
+    ) -> HistoryRow:
+        clipping_norm, std = self.plan.bound_noise(round, client_norm)
         measured = {} if metrics is None else {name: _scalar(metrics, name) for name in metrics}
         return HistoryRow(
             round=round,

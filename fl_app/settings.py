@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fl_app import checks, plugins
-from fl_app.errors import SettingsError
+from fl_app import checks, noise_schedule, plugins
+from fl_app.errors import PrivacyError, SettingsError
 from fl_app.plugins import (
     Accountant,
     Cohort,
@@ -157,6 +157,7 @@ class Settings:
             [
                 self._check_unit,
                 self._check_noise,
+                self._check_schedules,
                 self._check_weighting,
                 self._check_accountant,
                 self._check_nodes,
@@ -186,6 +187,20 @@ class Settings:
         owner = self.mechanism if unit is PrivacyUnit.CLIENT else self.training
         value: float | None = getattr(owner, "noise_multiplier", None)
         return value
+
+    def noise_multiplier_in(self, unit: PrivacyUnit, round: int) -> float | None:
+        """Returns the z of `unit` in `round`: the configured one times the level of the round.
+
+        Raises:
+            PrivacyError: the run has no such round.
+        """
+        if not 1 <= round <= self.run.num_rounds:
+            raise PrivacyError(f"round={round}: the run has rounds 1 to {self.run.num_rounds}")
+        owner = self.mechanism if unit is PrivacyUnit.CLIENT else self.training
+        scale = self.noise_multiplier_of(unit)
+        return (
+            None if scale is None else scale * noise_schedule.level(noise_schedule.of(owner), round)
+        )
 
     def _check_unit(self) -> None:
         key, unit = "privacy.privacy_unit", self.privacy.privacy_unit
@@ -252,6 +267,12 @@ class Settings:
                     f"cannot hold without noise ({key}=0)",
                     f"set {key}=null to calibrate it, or privacy.target_epsilon=null",
                 )
+
+    def _check_schedules(self) -> None:
+        for key, owner in (("mechanism", self.mechanism), ("training", self.training)):
+            scale: float | None = getattr(owner, "noise_multiplier", None)
+            schedule = noise_schedule.of(owner)
+            noise_schedule.check_rounds(key, schedule, scale, self.run.num_rounds)
 
     def _check_weighting(self) -> None:
         private = self.client_level or self.training.private

@@ -196,12 +196,14 @@ class Release:
             of which the first P count.
         noise_std_of_sum: std of the noise on the sum that the accounting relies on (0: none added).
         noise_std_of_mean: the same after the division.
+        fraction_within: noised share of updates within C, from 0 to 1; None if it was not counted.
     """
 
     round: int
     mean_P: DoubleVector
     noise_std_of_sum: float
     noise_std_of_mean: float
+    fraction_within: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

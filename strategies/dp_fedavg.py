@@ -38,6 +38,7 @@ from fl_app.stages import (
     RoundOrder,
     RoundTrace,
 )
+from strategies.adaptive_clipping import next_clipping_norm
 from strategies.roster import Roster
 
 log = logging.getLogger("dpfl")
@@ -80,6 +81,7 @@ class DPFedAvg(Strategy):
         to_arrays: makes the array record of the global model from its float32 parameters.
         nominal_rows: public row count of a client.
         first_round: the round to begin with (1, or after the checkpoint).
+        clipping_norm: client-level C to begin with; None: that of the settings.
         on_round: called after every finished round; saves and shows.
         should_stop: asked before every round; True ends the run well, to be resumed.
     """
@@ -96,6 +98,7 @@ class DPFedAvg(Strategy):
         to_arrays: ToArrays,
         nominal_rows: int,
         first_round: int = 1,
+        clipping_norm: float | None = None,
         on_round: OnRound | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -104,6 +107,9 @@ class DPFedAvg(Strategy):
         self.ledger = ledger
         self.parameters_P = parameters_P
         self.optimizer_state = optimizer_state
+        configured = getattr(settings.mechanism, "clipping_norm", None)
+        self.clipping_norm: float | None = configured if clipping_norm is None else clipping_norm
+        self.last_order: RoundOrder | None = None
         self.status = "completed"
         self.rounds_done = first_round - 1
         self._roster = roster
@@ -185,7 +191,7 @@ class DPFedAvg(Strategy):
         attempt = self._charges_of(server_round)
         # Before the cohort is drawn or asked: a kill from here on costs a charge, never a free
         # release.
-        self.ledger.append_all(server_round, self.plan.events)
+        self.ledger.append_all(server_round, self.plan.events_of(server_round))
         self._roster.refresh(grid)
         cohort = self._draw_cohort(server_round, attempt)
         current = _Round(
@@ -240,7 +246,7 @@ class DPFedAvg(Strategy):
     def _within_budget(self, round: int) -> bool:
         ledger = self.ledger
         return self.plan.within_budget(
-            ledger.counts(), ledger.repeats(), again=ledger.has_round(round)
+            ledger.counts(), ledger.repeats(), round=round, again=ledger.has_round(round)
         )
 
     def _charges_of(self, round: int) -> int:
@@ -248,12 +254,11 @@ class DPFedAvg(Strategy):
         return self.ledger.rows_of(round) // max(1, len(self.plan.events))
 
     def _order(self, round: int, attempt: int) -> RoundOrder:
-        clipping_norm = getattr(self.settings.mechanism, "clipping_norm", None)
         return RoundOrder(
             round=round,
-            clipping_norm=clipping_norm,
-            noise_multiplier=self.plan.mechanism_noise_multiplier,
-            training_noise_multiplier=self.plan.training_noise_multiplier,
+            clipping_norm=self.clipping_norm,
+            noise_multiplier=self.plan.noise_multiplier(PrivacyUnit.CLIENT, round),
+            training_noise_multiplier=self.plan.noise_multiplier(PrivacyUnit.RECORD, round),
             nominal_rows=self._nominal_rows,
             weighting=self.settings.federation.weighting,
             attempt=attempt,
@@ -337,6 +342,11 @@ class DPFedAvg(Strategy):
         )
         mean_P = release.mean_P[: self.parameters_P.size]  # what a mechanism padded is dropped
         self.settings.server_optimizer.step(self.parameters_P, mean_P, self.optimizer_state)
+        # For the next round only: this one's noise and clients had the C that was sent (rule 4).
+        if self.clipping_norm is not None:
+            self.clipping_norm = next_clipping_norm(
+                self.settings.mechanism, self.clipping_norm, release
+            )
 
     def _note_failures(self, current: _Round) -> None:
         """Logs each new cause once, and ends a run in which nobody works any more.
@@ -373,6 +383,7 @@ class DPFedAvg(Strategy):
             raise FederationError("a round was finished that never began")
         self._current = None
         self.rounds_done = current.order.round
+        self.last_order = current.order
         trace = RoundTrace(
             round=current.order.round,
             cohort=tuple(current.cohort.tolist()),

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from fl_app.accounting.simple import analytic_gaussian_epsilon
+from fl_app.accounting.steps import loss_std, sensitivity_multiplier
 from fl_app.errors import AccountingError
 from fl_app.plugins import Accountant
 from fl_app.privacy import PrivacyEvent
@@ -13,6 +15,9 @@ from fl_app.privacy import PrivacyEvent
 SMALLEST_NOISE_MULTIPLIER = 1e-2
 LARGEST_NOISE_MULTIPLIER = 1e5
 RELATIVE_TOLERANCE = 1e-4
+_LIMITS = (math.log(SMALLEST_NOISE_MULTIPLIER), math.log(LARGEST_NOISE_MULTIPLIER))
+_GUESS_TOLERANCE = 1e-3
+_FIRST_STRIDE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ def calibrate(
         ratio = epsilon / target_epsilon
         return _Point(log_z=log_z, excess=math.log(ratio) if ratio > 0 else -math.inf)
 
-    low, high = _bracket(evaluate)
+    low, high = _bracket(evaluate, _guess(make_events, target_epsilon, delta))
     if high is None:
         integers = any(event.shares is not None for event in make_events(1.0))
         remedy = ", raise mechanism.bits" if integers else ""
@@ -64,23 +69,49 @@ def calibrate(
     return math.exp(_narrow(evaluate, low, high).log_z)
 
 
-def _bracket(evaluate: Callable[[float], _Point]) -> tuple[_Point | None, _Point | None]:
-    """Returns a point above the target and one within, a factor of 2 or so apart.
+def _guess(
+    make_events: Callable[[float], Mapping[PrivacyEvent, int]], target_epsilon: float, delta: float
+) -> float:
+    """Returns the log noise multiplier to begin with: exact without sampling, else near.
+
+    The losses of all steps together are taken for those of one Gaussian (the central limit of Dong,
+    Roth and Su 2019, arXiv:1905.02383), which costs no accounting. It only says where to begin.
+    """
+
+    def too_much(log_z: float) -> bool:
+        events = make_events(math.exp(log_z))
+        if any(e.noise_multiplier == 0 for e in events):
+            return True
+        variance = math.fsum(
+            n * e.steps * loss_std(e.noise, sensitivity_multiplier(e), e.sampling_rate) ** 2
+            for e, n in events.items()
+        )
+        return variance > 0 and analytic_gaussian_epsilon(variance**-0.5, delta) > target_epsilon
+
+    low, high = _LIMITS
+    while high - low > _GUESS_TOLERANCE:
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_much(middle) else (low, middle)
+    return high
+
+
+def _bracket(
+    evaluate: Callable[[float], _Point], first: float
+) -> tuple[_Point | None, _Point | None]:
+    """Returns a point above the target and one within, near `first` if the target is met there.
 
     The first is None if even the smallest multiplier is within, the second if the largest is not.
     """
-    limits = (math.log(SMALLEST_NOISE_MULTIPLIER), math.log(LARGEST_NOISE_MULTIPLIER))
-    point = evaluate(0.0)
-    direction = 1 if point.excess > 0 else -1
-    stride = math.log(2)
+    point = evaluate(first)
+    direction, stride = (1 if point.excess > 0 else -1), _FIRST_STRIDE
     while True:
-        log_z = min(max(point.log_z + direction * stride, limits[0]), limits[1])
+        log_z = min(max(point.log_z + direction * stride, _LIMITS[0]), _LIMITS[1])
         if log_z == point.log_z:
             return (point, None) if direction > 0 else (None, point)
         after = evaluate(log_z)
         if (after.excess > 0) != (point.excess > 0):
             return (point, after) if direction > 0 else (after, point)
-        point, stride = after, stride * 1.5
+        point, stride = after, stride * 2
 
 
 def _narrow(evaluate: Callable[[float], _Point], low: _Point, high: _Point) -> _Point:

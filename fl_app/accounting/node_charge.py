@@ -31,6 +31,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fl_app import noise_schedule
+from fl_app.accounting import participation
 from fl_app.accounting.pld import Pld
 from fl_app.accounting.rdp import Rdp
 from fl_app.accounting.steps import sensitivity_multiplier
@@ -219,21 +221,31 @@ def planned_charge(plan: PrivacyPlan) -> NodeCharge:
     """Returns what the whole run will charge a node for each client that it hosts."""
     events = node_events(plan.events, seeded=plan.seeded_noise)
     client_level = any(event.unit is PrivacyUnit.CLIENT for event in events)
+    most = plan.cohort.max_participations(plan.num_rounds, plan.population)
+    expected = math.ceil(plan.num_rounds * plan.expected_cohort / plan.population - 1e-9)
 
-    def after(num_requests: int) -> tuple[Guarantee, ...]:
-        counts = dict.fromkeys(events, num_requests)
+    def statement(counts: Mapping[PrivacyEvent, int]) -> tuple[Guarantee, ...]:
         return tuple(
             _guarantee(unit, ACCOUNTANTS, counts, plan.target_delta, client_level=client_level)
             for unit in (PrivacyUnit.CLIENT, PrivacyUnit.RECORD)
         )
 
-    most = plan.cohort.max_participations(plan.num_rounds, plan.population)
-    expected = math.ceil(plan.num_rounds * plan.expected_cohort / plan.population - 1e-9)
+    at_most: dict[PrivacyEvent, int] = {}
+    on_average: dict[PrivacyEvent, int] = {}
+    for event in events:
+        schedule = plan.schedules[event.unit]
+        planned = participation.in_rounds(event, schedule, plan.num_rounds)
+        at_most |= participation.composed(
+            planned, {}, event, schedule, plan.cohort, plan.population
+        )
+        # Which rounds these are is open: those with the least noise.
+        lowest = sorted(noise_schedule.levels(schedule, plan.num_rounds))[:expected]
+        on_average |= participation.in_rounds(event, tuple(lowest), expected)
     return NodeCharge(
         most_requests=most,
         expected_requests=expected,
-        most=after(most),
-        expected=after(expected),
+        most=statement(at_most),
+        expected=statement(on_average),
     )
 
 

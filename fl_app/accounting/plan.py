@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-from fl_app.accounting import rdp
+from fl_app import checks, noise_schedule
+from fl_app.accounting import participation, rdp
 from fl_app.accounting.calibration import calibrate
 from fl_app.accounting.statement import NO_NOISE, SEEDED, Row, round_event, statement_rows
-from fl_app.plugins import Accountant, Cohort
-from fl_app.privacy import Guarantee, NoiseKind, Placement, PrivacyEvent, PrivacyUnit, Sampling
+from fl_app.noise_schedule import NoiseSchedule
+from fl_app.plugins import Accountant, Cohort, Mechanism
+from fl_app.privacy import Guarantee, NoiseKind, Placement, PrivacyEvent, PrivacyUnit
 from fl_app.settings import Settings
 
 VALIDATION = (
@@ -42,9 +44,11 @@ class PrivacyPlan:
         target_epsilon: the budget, None without one.
         target_delta: delta of every row.
         num_rounds: the rounds of the whole run.
-        mechanism_noise_multiplier: client-level z, None without client-level privacy.
-        training_noise_multiplier: record-level z, None without record-level privacy.
-        events: what every scheduled round is charged, one per private unit.
+        mechanism_noise_multiplier: client-level z, None without client-level privacy; with a noise
+            schedule the scale: the round's is that times its level.
+        training_noise_multiplier: record-level z, None without record-level privacy; likewise.
+        schedules: the noise schedule of each private unit.
+        events: what a round of level 1 is charged, one per private unit (`events_of`: a round).
         rows: the statement; the first row of the bound unit is the one that the target binds.
         bound_unit: the unit that the target binds, None if nothing is private.
         seeded_noise: True: no row has an epsilon.
@@ -53,8 +57,8 @@ class PrivacyPlan:
         mechanism_clipping_norm: client-level C, None without.
         training_clipping_norm: record-level C, None without.
         expected_batch: batch rate x nominal rows, None without record-level privacy.
-        placement: who adds the client-level noise, None if nobody.
-        mechanism_constants: settings of the mechanism that the plan decided, by key.
+        mechanism: the client-level mechanism, every value filled in.
+        mechanism_constants: values of the mechanism that the plan filled in, by key.
         mechanism_facts: what the mechanism says about itself, by label.
         warnings: what the reader should know before trusting a row.
     """
@@ -66,6 +70,7 @@ class PrivacyPlan:
     num_rounds: int
     mechanism_noise_multiplier: float | None
     training_noise_multiplier: float | None
+    schedules: Mapping[PrivacyUnit, NoiseSchedule]
     events: tuple[PrivacyEvent, ...]
     rows: tuple[Row, ...]
     bound_unit: PrivacyUnit | None
@@ -75,14 +80,14 @@ class PrivacyPlan:
     mechanism_clipping_norm: float | None
     training_clipping_norm: float | None
     expected_batch: float | None
-    placement: Placement | None
+    mechanism: Mechanism
     mechanism_constants: Mapping[str, float]
     mechanism_facts: Mapping[str, str]
     warnings: tuple[str, ...]
 
     @property
     def bound_event(self) -> PrivacyEvent | None:
-        """The event whose composition the target binds, None if nothing is private."""
+        """The event (at level 1) whose composition the target binds, None if nothing is private."""
         row = self._bound_row
         return None if row is None else row.event
 
@@ -92,9 +97,27 @@ class PrivacyPlan:
         row = self._bound_row
         return None if row is None else f"{row.unit} against {row.view}"
 
+    def events_of(self, round: int) -> tuple[PrivacyEvent, ...]:
+        """Returns what `round` is charged, one per private unit."""
+        return tuple(participation.in_round(e, self.schedules[e.unit], round) for e in self.events)
+
+    def noise_multiplier(self, unit: PrivacyUnit, round: int) -> float | None:
+        """Returns the z of `unit` in `round`, None if it is not private."""
+        client = unit is PrivacyUnit.CLIENT
+        scale = self.mechanism_noise_multiplier if client else self.training_noise_multiplier
+        return None if scale is None else scale * noise_schedule.level(self.schedules[unit], round)
+
+    def charges(self, num_rounds: int) -> dict[PrivacyEvent, int]:
+        """Returns how often rounds 1 to `num_rounds` charge each event."""
+        return {
+            event: count
+            for scale in self.events
+            for event, count in self._planned(scale, num_rounds).items()
+        }
+
     def guarantees(self, num_rounds: int) -> tuple[Guarantee, ...]:
-        """Returns the statement after `num_rounds` charged rounds."""
-        return self.guarantees_of(dict.fromkeys(self.events, num_rounds))
+        """Returns the statement after rounds 1 to `num_rounds`."""
+        return self.guarantees_of(self.charges(num_rounds))
 
     def guarantees_of(
         self,
@@ -128,6 +151,7 @@ class PrivacyPlan:
         counts: Mapping[PrivacyEvent, int],
         repeats: Mapping[PrivacyEvent, int] = _NO_REPEATS,
         *,
+        round: int | None = None,
         again: bool = False,
     ) -> bool:
         """Returns whether one more round stays within the target; True without a target.
@@ -138,16 +162,23 @@ class PrivacyPlan:
         Args:
             counts: the rounds charged so far by event, as `Ledger.counts` gives them.
             repeats: how many of them charged a round again, as `Ledger.repeats` gives them.
+            round: the round to come; None: the next one after those charged.
             again: True if the round to come has been charged before.
         """
         event = self.bound_event
         if self.target_epsilon is None or event is None:
             return True
-        after = {**counts, event: counts.get(event, 0) + 1}
+        if round is None:
+            charged = [n - repeats.get(e, 0) for e, n in counts.items() if e.unit is event.unit]
+            round = sum(charged) + (0 if again else 1)
+        coming = participation.in_round(event, self.schedules[event.unit], round)
+        after = {**counts, coming: counts.get(coming, 0) + 1}
         if again:
-            repeats = {**repeats, event: repeats.get(event, 0) + 1}
+            repeats = {**repeats, coming: repeats.get(coming, 0) + 1}
+        if self._as_planned(after, repeats, event):
+            return True
         composed = self._composed(after, event, repeats)
-        return self._cheaply_within(composed, event) or (
+        return self._rdp_accepts(composed) or (
             self._epsilon(self.accountant, composed) <= self.target_epsilon
         )
 
@@ -158,7 +189,7 @@ class PrivacyPlan:
             return self.num_rounds
 
         def fits(num_rounds: int) -> bool:
-            composed = self._composed({event: num_rounds}, event, _NO_REPEATS)
+            composed = self._composed(self._planned(event, num_rounds), event, _NO_REPEATS)
             return self._epsilon(self.accountant, composed) <= target
 
         if fits(self.num_rounds):
@@ -169,29 +200,39 @@ class PrivacyPlan:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def bound_noise(self) -> tuple[float | None, float]:
+    def bound_noise(
+        self, round: int = 1, client_norm: float | None = None
+    ) -> tuple[float | None, float]:
         """Returns C of the bound unit and the noise std on the sum that C bounds (0: none).
 
         CLIENT: of the sum over a cohort of the expected size; RECORD: of one step's gradient sum.
+
+        Args:
+            round: from 1.
+            client_norm: client-level C of that round; None: the configured one.
         """
         if self.bound_unit is PrivacyUnit.CLIENT:
-            return self.mechanism_clipping_norm, self.noise_std_of_sum or 0.0
-        norm, z = self.training_clipping_norm, self.training_noise_multiplier
+            norm = self.mechanism_clipping_norm if client_norm is None else client_norm
+            return norm, self._std_of_sum(round, norm) or 0.0
+        norm, z = self.training_clipping_norm, self.noise_multiplier(PrivacyUnit.RECORD, round)
         std = self._std_per_scale(PrivacyUnit.RECORD)
         return norm, 0.0 if norm is None or z is None else norm * z * std
 
     @property
     def noise_std_of_sum(self) -> float | None:
-        """Std of the client-level noise on the sum over a cohort of the expected size.
+        """Std of the client-level noise on the sum over a cohort of the expected size, in round 1.
 
         LOCAL: sqrt(cohort) independent noises of z C. DISTRIBUTED: cohort shares, of which the
         fewest honest have z C. None without client-level privacy.
         """
-        if self.mechanism_clipping_norm is None or self.mechanism_noise_multiplier is None:
+        return self._std_of_sum(1, self.mechanism_clipping_norm)
+
+    def _std_of_sum(self, round: int, norm: float | None) -> float | None:
+        z = self.noise_multiplier(PrivacyUnit.CLIENT, round)
+        if norm is None or z is None:
             return None
-        std = self.mechanism_noise_multiplier * self.mechanism_clipping_norm
-        std *= self._std_per_scale(PrivacyUnit.CLIENT)
-        if self.placement is Placement.CENTRAL:
+        std = self.mechanism.update_multiplier(z) * norm * self._std_per_scale(PrivacyUnit.CLIENT)
+        if self.mechanism.placement is Placement.CENTRAL:
             return std
         shares = [event.shares.num_shares for event in self.events if event.shares is not None]
         return std * math.sqrt(self.expected_cohort / (shares[0] if shares else 1))
@@ -206,12 +247,20 @@ class PrivacyPlan:
         """Returns C over the norm of the noise on the mean (client level), or None without noise.
 
         1: the noise is as long as the longest mean update. Record level: of one step of one client.
+        The norm is the one that C bounds: L2, or L1 for Laplace noise, whose expected L1 norm is
+        scale x P.
         """
-        norm, std = self.mechanism_clipping_norm, self.noise_std_of_mean
+        unit, norm, std = PrivacyUnit.CLIENT, self.mechanism_clipping_norm, self.noise_std_of_mean
         if std is None and self.training_clipping_norm is not None:
-            norm, std = self.training_clipping_norm, self._step_noise_std()
+            unit, norm, std = (
+                PrivacyUnit.RECORD,
+                self.training_clipping_norm,
+                self._step_noise_std(),
+            )
         if norm is None or not std:
             return None
+        if self._noise_kind(unit) is NoiseKind.LAPLACE:
+            return norm / (std / NoiseKind.LAPLACE.std_per_scale * num_parameters)
         return norm / (std * math.sqrt(num_parameters))
 
     def summary(self) -> dict[str, str]:
@@ -221,14 +270,16 @@ class PrivacyPlan:
             "clients in the registry": str(self.population),
         }
         if (std := self.noise_std_of_sum) is not None:
-            facts["client-level noise multiplier"] = f"{self.mechanism_noise_multiplier:.6g}"
+            facts["client-level noise multiplier"] = self._shown_multiplier(PrivacyUnit.CLIENT)
             facts["client-level clipping norm"] = f"{self.mechanism_clipping_norm:g}"
+            facts["client-level noise"] = self._law(PrivacyUnit.CLIENT)
+            facts |= self._adaptive_facts()
             facts["noise std of sum"] = f"{std:.6g}"
             facts["noise std of mean"] = f"{self.noise_std_of_mean:.6g}"
             facts["expected cohort"] = f"{self.expected_cohort:g}"
             facts.update(self.mechanism_facts)
         if self.training_noise_multiplier is not None:
-            facts["record-level noise multiplier"] = f"{self.training_noise_multiplier:.6g}"
+            facts["record-level noise multiplier"] = self._shown_multiplier(PrivacyUnit.RECORD)
             facts["record-level clipping norm"] = f"{self.training_clipping_norm:g}"
             facts["record-level noise"] = self._law(PrivacyUnit.RECORD)
         stated = self.epsilon_of is not None and not self.seeded_noise
@@ -260,6 +311,11 @@ class PrivacyPlan:
             "training_noise_multiplier": self.training_noise_multiplier,
             "mechanism_constants": dict(self.mechanism_constants),
             "mechanism_facts": dict(self.mechanism_facts),
+            "round_noise_multipliers": {
+                unit.value: [self.noise_multiplier(unit, r) for r in range(1, self.num_rounds + 1)]
+                for unit, schedule in self.schedules.items()
+                if schedule != noise_schedule.CONSTANT
+            },
             "noise_std_of_sum": self.noise_std_of_sum,
             "noise_std_of_mean": self.noise_std_of_mean,
             "signal_to_noise": ratio,
@@ -275,18 +331,35 @@ class PrivacyPlan:
         candidates = (r for r in self.rows if r.unit is self.bound_unit and r.event is not None)
         return next(candidates, None)
 
-    def _cheaply_within(self, composed: Mapping[PrivacyEvent, int], event: PrivacyEvent) -> bool:
-        """Returns True if a bound that costs little already shows that `composed` is allowed."""
+    def _as_planned(
+        self,
+        counts: Mapping[PrivacyEvent, int],
+        repeats: Mapping[PrivacyEvent, int],
+        event: PrivacyEvent,
+    ) -> bool:
+        """Returns True if the whole run is within the target and `counts` is no more than a part.
+
+        A part by rounds: then every client has some of the rounds that it has in the whole run. Or
+        by what is composed, where a kill has made a round charge again.
+        """
         target = math.inf if self.target_epsilon is None else self.target_epsilon
-        planned = self._composed({event: self.num_rounds}, event, _NO_REPEATS)
-        as_planned = all(count <= planned.get(e, 0) for e, count in composed.items())
-        if as_planned and self._epsilon(self.accountant, planned) <= target:
-            return True
-        if not self.accountant.rdp_may_accept:
+        planned = self._planned(event, self.num_rounds)
+        charged = {e: count for e, count in counts.items() if e.unit is event.unit}
+        first_only = not any(repeats.get(e) for e in charged)
+        whole = self._composed(planned, event, _NO_REPEATS)
+        if not (first_only and _contains(planned, charged)) and not _contains(
+            whole, self._composed(counts, event, repeats)
+        ):
+            return False
+        return self._epsilon(self.accountant, whole) <= target
+
+    def _rdp_accepts(self, composed: Mapping[PrivacyEvent, int]) -> bool:
+        """Returns True if RDP, which costs little, already shows that `composed` is allowed."""
+        if not self.accountant.rdp_may_accept or self.target_epsilon is None:
             return False
         loose = rdp.Rdp()
         bounded = all(loose.refusal(e) is None for e in composed)
-        return bounded and self._epsilon(loose, composed) <= target
+        return bounded and self._epsilon(loose, composed) <= self.target_epsilon
 
     def _guarantee(
         self, row: Row, counts: Mapping[PrivacyEvent, int], repeats: Mapping[PrivacyEvent, int]
@@ -320,20 +393,14 @@ class PrivacyPlan:
         event: PrivacyEvent,
         repeats: Mapping[PrivacyEvent, int],
     ) -> dict[PrivacyEvent, int]:
-        """Returns how often each charged event of `event`'s unit is composed for one unit.
+        """Returns how often each charged event of `event`'s unit is composed for one unit."""
+        return participation.composed(
+            counts, repeats, event, self.schedules[event.unit], self.cohort, self.population
+        )
 
-        The sampler says in how many rounds in a row one client can be asked. Two things could make
-        that too few, and are counted in full: a round charged again (its clients may have been
-        asked again), and rounds of several events (all those of one may be rounds of one client).
-        """
-        charged = {e: count for e, count in counts.items() if e.unit is event.unit and count}
-        first = {e: count - repeats.get(e, 0) for e, count in charged.items()}
-        num_rounds = sum(first.values())
-        composed = {}
-        for e, count in charged.items():
-            asked = _compositions(self.cohort, e, num_rounds, self.population)
-            composed[e] = min(first[e], asked) + count - first[e]
-        return composed
+    def _planned(self, event: PrivacyEvent, num_rounds: int) -> Mapping[PrivacyEvent, int]:
+        """Returns how often rounds 1 to `num_rounds` charge each event of `event`'s unit."""
+        return participation.in_rounds(event, self.schedules[event.unit], num_rounds)
 
     def _epsilon(self, accountant: Accountant, composed: Mapping[PrivacyEvent, int]) -> float:
         return accountant.epsilon(composed, self.target_delta)
@@ -345,6 +412,26 @@ class PrivacyPlan:
     def _std_per_scale(self, unit: PrivacyUnit) -> float:
         """Returns the std of `unit`'s noise of scale 1."""
         return self._noise_kind(unit).std_per_scale
+
+    def _adaptive_facts(self) -> dict[str, str]:
+        z = self.noise_multiplier(PrivacyUnit.CLIENT, 1)
+        if not self.mechanism.num_counts or z is None:
+            return {}
+        std: float = getattr(self.mechanism, "count_noise_std", 0.0)
+        return {
+            "adaptive clipping": (
+                f"towards the {getattr(self.mechanism, 'target_quantile', None):g} quantile of the "
+                f"updates' norms; noise {std:.6g} on the count, "
+                f"multiplier {self.mechanism.update_multiplier(z):.6g} left for the updates"
+            )
+        }
+
+    def _shown_multiplier(self, unit: PrivacyUnit) -> str:
+        """Returns z of `unit` in words; with a schedule those of the first and the last round."""
+        first, last = (self.noise_multiplier(unit, r) for r in (1, self.num_rounds))
+        if len(set(noise_schedule.levels(self.schedules[unit], self.num_rounds))) == 1:
+            return f"{first:.6g}"
+        return f"{first:.6g} in round 1, {last:.6g} in the last"
 
     def _law(self, unit: PrivacyUnit) -> str:
         """Returns what `unit`'s noise is and what its multiplier means."""
@@ -384,12 +471,15 @@ def make_plan(
         AccountingError: the target cannot be reached.
         SettingsError: integer noise that P is not known for, or that does not fit its integers.
     """
-    mechanism_z = _noise_multiplier(settings, PrivacyUnit.CLIENT, num_parameters)
-    training_z = _noise_multiplier(settings, PrivacyUnit.RECORD)
+    owners = {PrivacyUnit.CLIENT: settings.mechanism, PrivacyUnit.RECORD: settings.training}
+    schedules = {unit: noise_schedule.of(owner) for unit, owner in owners.items()}
+    mechanism_z, training_z = (
+        _noise_multiplier(settings, unit, schedules[unit], num_parameters) for unit in owners
+    )
+    mechanism, facts = _mechanism_of_run(settings, mechanism_z, num_parameters)
     rows = statement_rows(
         settings, mechanism_z, training_z, simulated=simulated, num_parameters=num_parameters
     )
-    constants, facts = _mechanism_of_run(settings, mechanism_z, num_parameters)
     population = settings.federation.population
     batch_rate = getattr(settings.training, "batch_rate", None)
     known = batch_rate is not None and nominal_rows is not None and training_z is not None
@@ -401,6 +491,7 @@ def make_plan(
         num_rounds=settings.run.num_rounds,
         mechanism_noise_multiplier=mechanism_z,
         training_noise_multiplier=training_z,
+        schedules=schedules,
         events=tuple(dict.fromkeys(row.event for row in rows if row.event is not None)),
         rows=rows,
         bound_unit=settings.bound_unit,
@@ -410,78 +501,91 @@ def make_plan(
         mechanism_clipping_norm=_clipping_norm(settings.mechanism, mechanism_z),
         training_clipping_norm=_clipping_norm(settings.training, training_z),
         expected_batch=batch_rate * nominal_rows if known else None,  # type: ignore[operator]
-        placement=settings.mechanism.placement,
-        mechanism_constants=constants,
+        mechanism=mechanism,
+        mechanism_constants=_filled_in(settings.mechanism, mechanism),
         mechanism_facts=facts,
         warnings=(
             *_warnings(settings, nominal_rows, mechanism_z, training_z),
-            *_caveats(settings, rows),
+            *_caveats(settings, rows, schedules),
         ),
     )
 
 
 def _mechanism_of_run(
     settings: Settings, noise_multiplier: float | None, num_parameters: int | None
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns the constants that a mechanism left open, as the run will have them, and its facts.
+) -> tuple[Mechanism, dict[str, str]]:
+    """Returns the mechanism as the run will have it, every value filled in, and its facts.
 
     Raises:
-        SettingsError: a constant that was given does not work.
+        SettingsError: a value that was given does not work.
     """
-    if noise_multiplier is None or num_parameters is None:
-        return {}, {}
-    run = (noise_multiplier, num_parameters, settings.cohort_size)
-    mechanism: Any = settings.mechanism.resolved(*run)
+    if noise_multiplier is None:
+        return settings.mechanism, {}
+    schedule = noise_schedule.of(settings.mechanism)
+    largest = noise_multiplier * max(noise_schedule.levels(schedule, settings.run.num_rounds))
+    run = (largest, num_parameters or 0, settings.cohort_size)
+    mechanism: Mechanism = settings.mechanism.resolved(*run)
     mechanism.check_run(*run)
-    constants = {
-        f.name: getattr(mechanism, f.name)
-        for f in fields(mechanism)
-        if getattr(settings.mechanism, f.name) != getattr(mechanism, f.name)
-    }
-    return constants, dict(mechanism.facts(*run))
+    return mechanism, dict(mechanism.facts(*run))
 
 
-def _caveats(settings: Settings, rows: tuple[Row, ...]) -> list[str]:
+def _filled_in(configured: Any, resolved: Any) -> dict[str, float]:
+    values = {f.name: getattr(resolved, f.name) for f in fields(resolved)}
+    return {key: value for key, value in values.items() if getattr(configured, key) != value}
+
+
+def _caveats(
+    settings: Settings, rows: tuple[Row, ...], schedules: Mapping[PrivacyUnit, NoiseSchedule]
+) -> list[str]:
     """Returns why the accountant's numbers for the whole run are no bounds, if they are not."""
-    num_rounds, population = settings.run.num_rounds, settings.federation.population
     found: dict[str, None] = {}
     for event in dict.fromkeys(row.event for row in rows if row.event is not None):
-        composed = {event: _compositions(settings.cohort, event, num_rounds, population)}
+        composed = _whole_run(settings, event, schedules[event.unit])
         if caveat := settings.accountant.caveat(composed, settings.privacy.target_delta):
             found[caveat] = None
     return list(found)
 
 
 def _noise_multiplier(
-    settings: Settings, unit: PrivacyUnit, num_parameters: int | None = None
+    settings: Settings, unit: PrivacyUnit, schedule: NoiseSchedule, num_parameters: int | None
 ) -> float | None:
-    """Returns z of `unit`: configured, calibrated over the whole run, or None if not private."""
+    """Returns z of `unit`: configured, calibrated over the whole run, or None if not private.
+
+    With a schedule the scale: the target holds for all rounds at their own noise together.
+    """
     if round_event(settings, unit, 1.0, num_parameters) is None:
         return None
     configured = settings.noise_multiplier_of(unit)
     target = settings.privacy.target_epsilon
     if configured is not None or target is None:
         return configured
-    num_rounds = settings.run.num_rounds
+    lowest = min(noise_schedule.levels(schedule, settings.run.num_rounds))
 
-    def whole_run(noise_multiplier: float) -> dict[PrivacyEvent, int]:
-        event = round_event(settings, unit, noise_multiplier, num_parameters)
-        if event is None:
-            return {}
-        population = settings.federation.population
-        return {event: _compositions(settings.cohort, event, num_rounds, population)}
+    def whole_run(scale: float) -> Mapping[PrivacyEvent, int]:
+        # Less noise than any accountant takes, in whatever round, is as good as none.
+        enough = scale * lowest >= checks.NOISE_MULTIPLIERS[0]
+        event = round_event(settings, unit, scale if enough else 0.0, num_parameters)
+        return {} if event is None else _whole_run(settings, event, schedule)
 
-    return calibrate(settings.accountant, whole_run, target, settings.privacy.target_delta)
+    z = calibrate(settings.accountant, whole_run, target, settings.privacy.target_delta)
+    section = "mechanism" if unit is PrivacyUnit.CLIENT else "training"
+    noise_schedule.check_rounds(section, schedule, z, settings.run.num_rounds)
+    return z
 
 
-def _compositions(cohort: Cohort, event: PrivacyEvent, num_rounds: int, population: int) -> int:
-    """Returns how often `event` is composed for one unit in `num_rounds` rounds in a row.
+def _whole_run(
+    settings: Settings, event: PrivacyEvent, schedule: NoiseSchedule
+) -> dict[PrivacyEvent, int]:
+    """Returns how often each event is composed for one unit in the whole run."""
+    num_rounds, population = settings.run.num_rounds, settings.federation.population
+    planned = participation.in_rounds(event, schedule, num_rounds)
+    return participation.composed(
+        planned, _NO_REPEATS, event, schedule, settings.cohort, population
+    )
 
-    With amplification by client sampling every round counts; without, only the rounds in which one
-    client can have been asked.
-    """
-    amplified = event.unit is PrivacyUnit.CLIENT and event.sampling is not Sampling.NONE
-    return num_rounds if amplified else cohort.max_participations(num_rounds, population)
+
+def _contains(whole: Mapping[PrivacyEvent, int], part: Mapping[PrivacyEvent, int]) -> bool:
+    return all(count <= whole.get(event, 0) for event, count in part.items())
 
 
 def _clipping_norm(owner: object, noise_multiplier: float | None) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from fl_app.accounting import rdp
 from fl_app.accounting.steps import (
     EXP_LIMIT,
     fits,
+    loss_std,
     pure_epsilon,
     sensitivity_multiplier,
     step_counts,
@@ -28,13 +29,16 @@ from fl_app.privacy import NoiseKind, PrivacyEvent, Sampling
 _Step = tuple[NoiseKind, float, float, int]
 
 # Grid / loss scale of one step. At _FINE the grid adds less than 1e-4 of epsilon, a finer one is
-# wasted; above _COARSE it adds more than 1e-3, soon as much as epsilon itself.
+# wasted; at _MANY less than 2e-4, for schedules of more than _FEW different steps, which each cost
+# a curve of their own; above _COARSE it adds more than 1e-3, soon as much as epsilon itself.
 _FINE = 1 / 64
+_MANY = 1 / 16
 _COARSE = 1 / 8
+_FEW = 16
 _MAX_POINTS = 1 << 22
 # FFT round-off and the library's tail truncation (1e-15 a composition) stay well below this.
 _SMALLEST_DELTA = 1e-12
-_TAIL_MASS = 1e-20
+_TAIL_STDS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +68,16 @@ class Pld(Accountant):
         """Returns None for Gaussian and Laplace events, unsampled or Poisson-sampled."""
         if event.sampling is Sampling.FIXED_SIZE:
             return (
-                "cannot bound fixed-size sampling; set accountant=rdp, or drop the credit for it "
-                "with cohort.amplification=false, or choose cohort=poisson"
+                "cannot bound fixed-size sampling; "
+                + ("" if _pure(event) else "set accountant=rdp, or ")
+                + "drop the credit for it with cohort.amplification=false, or choose cohort=poisson"
             )
         return fits(event)
 
     def epsilon(self, events: Mapping[PrivacyEvent, int], delta: float) -> float:
         """Returns the bound; tens of milliseconds for one more of an event that was seen before.
+
+        Of many different events each costs about 10 ms once, and one more of them as much.
 
         Raises:
             AccountingError: an event that `refusal` names, or a delta too small for the arithmetic.
@@ -88,25 +95,30 @@ class Pld(Accountant):
         # The library's exp(loss) breaks around a loss of 720; any valid bound will do there.
         if any(1 / sensitivity_multiplier(event) > EXP_LIMIT for event in steps if _pure(event)):
             return _loose(steps, delta)
-        if (grid := _grid(steps, self.discretization)) > EXP_LIMIT:
+        merged = _merged(steps)
+        if (grid := _grid(merged, self.discretization)) > EXP_LIMIT:
             return _loose(steps, delta)
-        epsilon = _epsilon(_merged(steps), grid, delta)
+        epsilon = _epsilon(merged, grid, delta)
         if math.isfinite(epsilon) and not any(_pure(event) for event in steps):
             return epsilon
         return min(epsilon, _loose(steps, delta))
 
 
 def _merged(steps: Mapping[PrivacyEvent, int]) -> tuple[_Step, ...]:
-    """Returns the steps with all unsampled Gaussians as one: their (1/z)^2 add up."""
-    plain = [event for event in steps if not _pure(event) and event.sampling_rate == 1]
-    rest = [
-        (event.noise, sensitivity_multiplier(event), event.sampling_rate, count)
-        for event, count in steps.items()
-        if event not in plain
-    ]
-    precision = math.fsum(steps[event] / sensitivity_multiplier(event) ** 2 for event in plain)
+    """Returns the steps with all unsampled Gaussians as one, the last: their (1/z)^2 add up.
+
+    The others keep their order, that of the rounds, so that a longer run begins like a shorter one.
+    """
+    rest, precisions = [], []
+    for event, count in steps.items():
+        z = sensitivity_multiplier(event)
+        if _pure(event) or event.sampling_rate < 1:
+            rest.append((event.noise, z, event.sampling_rate, count))
+        else:
+            precisions.append(count / z**2)
+    precision = math.fsum(precisions)
     merged = [(NoiseKind.GAUSSIAN, precision**-0.5, 1.0, 1)] if precision else []
-    return tuple(sorted(rest + merged))
+    return tuple(rest + merged)
 
 
 def _pure(event: PrivacyEvent) -> bool:
@@ -123,52 +135,65 @@ def _loose(steps: Mapping[PrivacyEvent, int], delta: float) -> float:
     return pure + rdp.Rdp().epsilon(gaussians, delta)
 
 
-def _grid(steps: Mapping[PrivacyEvent, int], usual: float) -> float:
+def _grid(steps: Sequence[_Step], usual: float) -> float:
     """Returns the grid of losses: `usual` times a power of two."""
-    scale = min(_loss_scale(noise, z, rate) for noise, z, rate, _ in _merged(steps))
-    wanted = max(scale * _FINE, min(usual, scale * _COARSE))
+    scale = _typical(steps)
+    finest = _MANY if len(steps) > _FEW else _FINE
+    wanted = max(scale * finest, min(usual, scale * _COARSE))
     grid = usual * 2.0 ** math.floor(math.log2(wanted / usual))
     while _loss_range(steps) / grid > _MAX_POINTS:
         grid *= 2
     return grid
 
 
+def _typical(steps: Sequence[_Step]) -> float:
+    """Returns the loss scale that the grid is measured by: the root mean square over the steps.
+
+    A grid that is fine for it adds little to the sum, whatever a single step loses, as long as the
+    finest step still spans a cell: then it adds at most its own variance to that of the sum.
+    """
+    scales = [(_loss_scale(noise, z, rate), count) for noise, z, rate, count in steps]
+    mean = math.fsum(n * scale**2 for scale, n in scales) / math.fsum(n for _, n in scales)
+    return min(math.sqrt(mean), min(scale for scale, _ in scales) / _MANY)
+
+
 def _loss_scale(noise: NoiseKind, z: float, rate: float) -> float:
     """Returns about the standard deviation of one step's loss; a 16th of it for Laplace noise.
 
     (A Laplace loss has its mass at two points, which a grid as coarse as a Gaussian's moves more.)
-
-    That is 1/z unsampled. Sampled: of the likelihood ratio 1 + rate (ratio of the noises - 1),
-    whose variance is rate^2 times the chi-square divergence of the two noises.
     """
-    laplace = noise is NoiseKind.LAPLACE
-    widest = 1 / (16 * z) if laplace else 1 / z
-    if rate == 1 or 1 / z > 10:
-        return widest
-    if laplace:
-        chi_square = ((2 * math.exp(1 / z) + math.exp(-2 / z)) / 3 - 1) / 256
-    else:
-        chi_square = math.expm1(1 / z**2)
-    return min(widest, rate * math.sqrt(chi_square))
+    std = loss_std(noise, z, rate)
+    return std / 16 if noise is NoiseKind.LAPLACE else std
 
 
-def _loss_range(steps: Mapping[PrivacyEvent, int]) -> float:
+def _loss_range(steps: Sequence[_Step]) -> float:
     """Returns about how far the loss reaches, one step and composed: bounds memory, not privacy."""
-    composed = _loose(steps, _TAIL_MASS)
+    variance = math.fsum(n * loss_std(noise, z, rate) ** 2 for noise, z, rate, n in steps)
+    composed = variance / 2 + _TAIL_STDS * math.sqrt(variance)
     single = max(
-        1 / z if noise is NoiseKind.LAPLACE else 0.5 / z**2 + 10 / z
-        for noise, z, _, _ in _merged(steps)
+        1 / z if noise is NoiseKind.LAPLACE else 0.5 / z**2 + _TAIL_STDS / z
+        for noise, z, _, _ in steps
     )
     return 2 * max(composed, single)
 
 
 @functools.lru_cache(maxsize=64)
 def _epsilon(steps: tuple[_Step, ...], grid: float, delta: float) -> float:
-    total = _composed(*steps[0], grid)
-    for step in steps[1:]:
-        total = total.compose(_composed(*step, grid))
+    total = _total(steps, grid)
     with np.errstate(over="ignore"):
         return max(0.0, float(total.get_epsilon_for_delta(delta)))
+
+
+@functools.lru_cache(maxsize=32)
+def _total(steps: tuple[_Step, ...], grid: float) -> Any:
+    """Returns the composition of all steps, in blocks of powers of two.
+
+    One step more at the end leaves all blocks but a few, which are kept, as they are.
+    """
+    if len(steps) == 1:
+        return _composed(*steps[0], grid)
+    block = 1 << (len(steps) - 1).bit_length() - 1
+    return _total(steps[:block], grid).compose(_total(steps[block:], grid))
 
 
 @functools.lru_cache(maxsize=4)

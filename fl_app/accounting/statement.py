@@ -111,6 +111,7 @@ def _central_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> l
         *_schedule_assumptions(settings, event),
         *_relation_assumptions(event),
     ]
+    assumptions += _adaptive_assumptions(settings)
     if settings.federation.on_missing == "skip":
         assumptions.append(
             "availability independent of data: federation.on_missing=skip shows which rounds had "
@@ -143,6 +144,12 @@ def _schedule_assumptions(settings: Settings, event: PrivacyEvent) -> list[str]:
     return [_asked(settings, "a client")] if scheduled else []
 
 
+def _adaptive_assumptions(settings: Settings) -> list[str]:
+    if not settings.mechanism.num_counts:
+        return []
+    return ["the clipping norm follows a noised count, which each release's charge includes"]
+
+
 def _stream_assumptions(simulated: bool, what: str) -> list[str]:
     if not simulated:
         return []
@@ -165,13 +172,26 @@ def _local_rows(settings: Settings, event: PrivacyEvent) -> list[Row]:
     """Returns the rows of noise that every client adds: the same for both views."""
     asked = _asked(settings, "a client")
     own = "every client runs this program and adds its noise before its update leaves"
+    adaptive = _adaptive_assumptions(settings)
     fewest = (
         "un-amplified, at the fewest honest contributors: one (the noise shows how many there are)"
     )
     unit, relation, smooth = PrivacyUnit.CLIENT, event.relation, _floating_point(event)
     return [
-        _row(unit, View.SERVER, relation, event, REGISTRY, own, asked, ONCE, smooth),
-        _row(unit, View.OBSERVER, relation, event, REGISTRY, own, asked, ONCE, fewest, smooth),
+        _row(unit, View.SERVER, relation, event, REGISTRY, own, asked, ONCE, *adaptive, smooth),
+        _row(
+            unit,
+            View.OBSERVER,
+            relation,
+            event,
+            REGISTRY,
+            own,
+            asked,
+            ONCE,
+            *adaptive,
+            fewest,
+            smooth,
+        ),
     ]
 
 

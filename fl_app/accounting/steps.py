@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fl_app.errors import AccountingError
-from fl_app.privacy import NeighboringRelation, PrivacyEvent, Sampling
+from fl_app.privacy import NeighboringRelation, NoiseKind, PrivacyEvent, Sampling
 
 if TYPE_CHECKING:
     from fl_app.plugins import Accountant
@@ -86,3 +86,23 @@ def pure_epsilon(event: PrivacyEvent) -> float:
     if event.sampling is not Sampling.POISSON or epsilon > EXP_LIMIT:
         return epsilon
     return math.log1p(event.sampling_rate * math.expm1(epsilon))
+
+
+def loss_std(noise: NoiseKind, z: float, rate: float = 1.0) -> float:
+    """Returns about the standard deviation of one step's privacy loss: to choose grids, no bound.
+
+    That is 1/z unsampled. Sampled: of the likelihood ratio 1 + rate (ratio of the noises - 1),
+    whose variance is rate^2 times the chi-square divergence of the two noises.
+
+    Args:
+        noise: the law.
+        z: noise scale / sensitivity.
+        rate: sampling rate.
+    """
+    if rate == 1 or 1 / z > 10:
+        return 1 / z
+    if noise is NoiseKind.LAPLACE:
+        chi_square = (2 * math.exp(1 / z) + math.exp(-2 / z)) / 3 - 1
+    else:
+        chi_square = math.expm1(1 / z**2)
+    return min(1 / z, rate * math.sqrt(chi_square))

@@ -13,19 +13,14 @@ from typing import ClassVar, Self
 import numpy as np
 
 from fl_app import checks
+from fl_app.clipping import clip_l2
 from fl_app.errors import PrivacyError
 from fl_app.integer_noise import LARGEST_STD, table
-from fl_app.mechanisms._gaussian import (
-    GaussianMechanism,
-    check_expected_cohort,
-    clipped,
-    ordered_clipping_norm,
-    ordered_noise_std,
-)
+from fl_app.mechanisms._additive import check_expected_cohort, ordered_clipping_norm
 from fl_app.mechanisms._rotation import padded_size, rotate, rotate_back
 from fl_app.mechanisms._rounding import round_within, rounded_norm_squared
-from fl_app.plugins import CohortSize
-from fl_app.privacy import NoiseShares, Placement
+from fl_app.plugins import CohortSize, Mechanism
+from fl_app.privacy import NoiseKind, NoiseShares, Placement
 from fl_app.rng import NoiseSource
 from fl_app.stages import CohortSum, LocalUpdate, PrivatizedUpdate, Release, RoundOrder
 
@@ -37,7 +32,7 @@ _LARGEST_NORM = 2.0**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistributedMechanism(GaussianMechanism):
+class DistributedMechanism(Mechanism):
     """Clip, scale, rotate, round to integers, add an integer share of the noise, reduce mod 2^bits.
 
     Guarantee:
@@ -49,21 +44,29 @@ class DistributedMechanism(GaussianMechanism):
         Accounted with the norm after rounding. The rotation and the modulus change no privacy.
 
     Attributes:
+        noise_multiplier: z, std of the noise of the fewest honest survivors / clipping norm; None:
+            calibrated.
+        clipping_norm: C, L2 norm of one client's update before rounding.
         min_survivors: answers that a release needs; None: 80 % of the expected cohort, rounded up.
         assumed_colluders: answers whose noise the adversary may know.
         bits: elements are sent modulo 2^bits.
         scale: integers per unit of the update; None: the largest that fits (`resolved`).
     """
 
+    noise_multiplier: float | None
+    clipping_norm: float
     min_survivors: int | None
     assumed_colluders: int
     bits: int
     scale: float | None
 
     placement: ClassVar[Placement | None] = Placement.DISTRIBUTED
+    noise_kind: ClassVar[NoiseKind]
 
     def __post_init__(self) -> None:
-        super(DistributedMechanism, self).__post_init__()
+        if self.noise_multiplier is not None:
+            checks.noise_multiplier("mechanism.noise_multiplier", self.noise_multiplier)
+        checks.clipping_norm("mechanism.clipping_norm", self.clipping_norm)
         if self.min_survivors is not None:
             checks.at_least("mechanism.min_survivors", self.min_survivors, 1)
         checks.at_least("mechanism.assumed_colluders", self.assumed_colluders, 0)
@@ -179,15 +182,16 @@ class DistributedMechanism(GaussianMechanism):
         Raises:
             PrivacyError: the order has another clipping norm than the one that is accounted.
         """
-        if ordered_clipping_norm(order) != self.clipping_norm:
+        norm = ordered_clipping_norm(order)
+        if norm != self.clipping_norm:
             raise PrivacyError(
                 f"order.clipping_norm={order.clipping_norm}: mechanism={self.kind} rounds with "
                 f"mechanism.clipping_norm={self.clipping_norm} in every round"
             )
         shares = self.shares(update.delta_P.size)
-        rotated_W = rotate(clipped(update, order).astype(np.float64) * self._scale, order)
+        rotated_W = rotate(clip_l2(update.delta_P, norm).astype(np.float64) * self._scale, order)
         integers_W = round_within(rotated_W, shares.norm_squared, noise)
-        if (std := ordered_noise_std(order) * self._scale) and self.noise_kind is not None:
+        if std := self._noise_std(order) * self._scale:
             law = table(self.noise_kind, std**2 / shares.num_shares)
             integers_W += noise.integers(law, integers_W.size)
         integers_W %= self.modulus
@@ -218,13 +222,19 @@ class DistributedMechanism(GaussianMechanism):
         mean_W -= self.modulus / 2
         rotate_back(mean_W, order)
         mean_W /= self._scale * expected_cohort
-        std = ordered_noise_std(order) * math.sqrt(expected_cohort / self.fewest_honest)
+        std = self._noise_std(order) * math.sqrt(expected_cohort / self.fewest_honest)
         return Release(
             round=total.round,
             mean_P=mean_W,
             noise_std_of_sum=std,
             noise_std_of_mean=std / expected_cohort,
         )
+
+    def _noise_std(self, order: RoundOrder) -> float:
+        """Returns z C of this round."""
+        if order.noise_multiplier is None:
+            raise PrivacyError("order.noise_multiplier=null: must be a number; 0 for no noise")
+        return order.noise_multiplier * ordered_clipping_norm(order)
 
     @property
     def fewest_honest(self) -> int:

@@ -19,7 +19,7 @@ class DistributedDiscreteGaussian(DistributedMechanism):
         share's std is 2 in integer units.
     """
 
-    noise_kind: ClassVar[NoiseKind | None] = NoiseKind.DISCRETE_GAUSSIAN
+    noise_kind: ClassVar[NoiseKind] = NoiseKind.DISCRETE_GAUSSIAN
 
 
 PLUGIN = DistributedDiscreteGaussian

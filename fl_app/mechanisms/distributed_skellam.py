@@ -18,7 +18,7 @@ class DistributedSkellam(DistributedMechanism):
         shares; its divergence is that of a Gaussian and a term in the integers' L1 norm.
     """
 
-    noise_kind: ClassVar[NoiseKind | None] = NoiseKind.SKELLAM
+    noise_kind: ClassVar[NoiseKind] = NoiseKind.SKELLAM
 
 
 PLUGIN = DistributedSkellam

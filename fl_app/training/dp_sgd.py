@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from fl_app import checks
+from fl_app import checks, noise_schedule
 from fl_app.errors import PrivacyError
 from fl_app.models import flat_parameters
+from fl_app.noise_schedule import CONSTANT, NoiseSchedule
 from fl_app.plugins import Training, TrainingJob
 from fl_app.privacy import NeighboringRelation, NoiseKind, PrivacyEvent, PrivacyUnit, Sampling, View
 from fl_app.stages import ClientPartition, IndexVector, InputSpec, LocalUpdate
@@ -48,6 +49,7 @@ class DpSgd(Training):
         clipping_norm: C, norm of one row's gradient over all parameters: L2, or L1 for laplace.
         noise_multiplier: z, std of the sum's noise / C, or scale b / C for laplace; None:
             calibrated. A call takes the job's.
+        noise_schedule: the level of each round that z is multiplied with, see `noise_schedule`.
         nominal_rows: public row count for the denominator; None: the caller derives it from public
             totals. A call takes the job's.
         physical_batch_size: most rows computed at a time (memory only); None: no limit.
@@ -62,6 +64,7 @@ class DpSgd(Training):
     noise: str = "gaussian"
     clipping_norm: float
     noise_multiplier: float | None
+    noise_schedule: NoiseSchedule = CONSTANT
     nominal_rows: int | None
     physical_batch_size: int | None
     learning_rate_decay: float = 1.0
@@ -78,6 +81,7 @@ class DpSgd(Training):
         checks.rate("training.learning_rate_decay", self.learning_rate_decay)
         if self.noise_multiplier is not None:
             checks.noise_multiplier("training.noise_multiplier", self.noise_multiplier)
+        noise_schedule.check("training.noise_schedule", self.noise_schedule)
         for name in ("nominal_rows", "physical_batch_size"):
             if getattr(self, name) is not None:
                 checks.at_least(f"training.{name}", getattr(self, name), 1)

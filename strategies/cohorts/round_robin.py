@@ -93,6 +93,17 @@ class RoundRobinCohort(Cohort):
         """Returns ceil(num_rounds size / N): exact for rounds in a row, wherever they start."""
         return -(-num_rounds * self._size(population) // population)
 
+    def turns(self, num_rounds: int, population: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the rounds of the clients at which a block begins: others share their rounds."""
+        size = self._size(population)
+        starts = np.arange(num_rounds, dtype=np.int64) * size % population
+        # Which blocks a client is in changes from one to the next only where a block begins or has
+        # ended, and the block of a round has ended where that of the next one begins.
+        clients = np.unique(np.append(starts, num_rounds * size % population))
+        asked = (clients[:, None] - starts[None, :]) % population < size
+        found = {tuple((np.flatnonzero(row) + 1).tolist()): None for row in asked}
+        return tuple(found)
+
     def _size(self, population: int) -> int:
         return round((self.fraction or 0.0) * population) if self.size is None else self.size
 

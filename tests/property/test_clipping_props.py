@@ -1,4 +1,4 @@
-"""clip_l2 for any float32 vector and any bound."""
+"""clip_l2 and clip_l1 for any float32 vector and any bound."""
 
 import math
 
@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_app.clipping import clip_l2
+from fl_app.clipping import clip_l1, clip_l2
 
 VECTORS = arrays.arrays(
     np.float32, arrays.array_shapes(min_dims=0, max_dims=1, min_side=0, max_side=40)
@@ -47,3 +47,10 @@ def test_clipping_keeps_direction_and_touches_only_what_is_too_long(
 def test_clipping_twice_changes_nothing_more(vector: np.ndarray, bound: float) -> None:
     once = clip_l2(vector, bound)
     assert clip_l2(once, bound).tobytes() == once.tobytes()
+
+
+@given(VECTORS, BOUNDS)
+def test_clipped_l1_norm_never_exceeds_the_bound(vector: np.ndarray, bound: float) -> None:
+    clipped = clip_l1(vector, bound)
+    assert math.fsum(abs(float(v)) for v in np.atleast_1d(clipped)) <= bound * (1 + 1e-12)
+    assert clip_l1(clipped, bound).tobytes() == clipped.tobytes()

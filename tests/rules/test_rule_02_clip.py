@@ -20,7 +20,8 @@ from torch import nn
 from fl_app.models.linear import PLUGIN as LINEAR
 
 C, P = 0.7, 64
-MECHANISMS = ("central_gaussian", "local_gaussian")
+MECHANISMS = {"central_gaussian": 2, "local_gaussian": 2, "central_laplace": 1, "local_laplace": 1}
+"""The order of the norm that each clips."""
 OPTIMIZERS = ("sgd", "momentum", "adam")
 
 
@@ -65,12 +66,12 @@ def test_zeroing_a_client_moves_the_sum_by_at_most_c_and_replacing_it_by_at_most
     def total(changes: dict[int, np.ndarray]) -> np.ndarray:
         return un_noised_sum(tmp_path / str(next(number)), mechanism, optimizer, table | changes)
 
-    whole, zero = total({}), np.zeros(P, np.float32)
-    zeroed = [np.linalg.norm(whole - total({c: zero})) for c in table]
+    whole, zero, order = total({}), np.zeros(P, np.float32), MECHANISMS[mechanism]
+    zeroed = [np.linalg.norm(whole - total({c: zero}), order) for c in table]
     # The furthest that a client can go: to the other end of its own direction, and far beyond C.
     opposite = {c: np.clip(-1e30 * v.astype(np.float64), -3e38, 3e38) for c, v in table.items()}
     replaced = [
-        np.linalg.norm(whole - total({c: v.astype(np.float32)})) for c, v in opposite.items()
+        np.linalg.norm(whole - total({c: v.astype(np.float32)}), order) for c, v in opposite.items()
     ]
     assert max(zeroed) <= C * (1 + 1e-5)
     assert max(replaced) <= 2 * C * (1 + 1e-5)

@@ -11,6 +11,7 @@ import pytest
 from harness import CENTRAL, LOCAL, UNLIMITED, Federation, crashed, dead, failing, federation
 from statistical.exact_intervals import is_normal, is_uncorrelated, mean_within, std_within
 
+from fl_app.privacy import PrivacyEvent
 from fl_app.stages import RoundOrder
 
 P, Z, C = 100_000, 1.5, 2.0
@@ -90,6 +91,37 @@ def test_noise_follows_the_clipping_norm_that_was_sent_in_the_same_round(
         signal = 8 * norms[round] / P**0.5
         assert std_within(total, Z * norms[round], mean=signal)
         assert not std_within(total, Z * norms[round % 4 + 1], mean=signal)
+
+
+@pytest.mark.parametrize("mechanism", ["central_gaussian", "local_gaussian"])
+def test_a_schedules_noise_is_added_ordered_and_charged_in_its_own_round(
+    tmp_path: Path, mechanism: str
+) -> None:
+    levels = [3.0, 1.0, 0.4]
+    made = federation(
+        tmp_path, f"mechanism={mechanism}", *EIGHT, *NOISE, "run.num_rounds=3",
+        "mechanism.noise_schedule=[3,1,0.4]", num_parameters=P,
+    ).run()  # fmt: skip
+    answers = 8**0.5 if mechanism == "local_gaussian" else 1.0
+    for round, (noise, level) in enumerate(zip(made.released_sums, levels, strict=True), start=1):
+        assert std_within(noise, level * Z * C * answers)
+        assert not std_within(noise, Z * C * answers) or level == 1
+        sent = {r.order.noise_multiplier for r in made.grid.requests if r.order.round == round}
+        assert sent == {level * Z}
+        assert made.plan.bound_noise(round)[1] == pytest.approx(level * Z * C * answers)
+    charged = [PrivacyEvent.from_json(entry.event) for entry in made.ledger.entries()]
+    assert [event.noise_multiplier for event in charged] == [level * Z for level in levels]
+
+
+def test_a_record_level_schedule_is_ordered_and_charged_in_its_own_round(tmp_path: Path) -> None:
+    made = federation(
+        tmp_path, "training=dp_sgd", "mechanism=none", *EIGHT, "training.noise_multiplier=2",
+        "training.noise_schedule=0.5", "run.num_rounds=3",
+    ).run()  # fmt: skip
+    sent = {(r.order.round, r.order.training_noise_multiplier) for r in made.grid.requests}
+    assert sent == {(1, 2.0), (2, 1.0), (3, 0.5)}
+    charged = [PrivacyEvent.from_json(entry.event) for entry in made.ledger.entries()]
+    assert [event.noise_multiplier for event in charged] == [2.0, 1.0, 0.5]
 
 
 def test_rounds_have_independent_noise(tmp_path: Path) -> None:

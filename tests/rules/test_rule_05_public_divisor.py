@@ -13,7 +13,9 @@ from fl_app.stages import ClientPartition, RoundOrder
 ONE = np.full(4, 0.25, np.float32)
 
 
-@pytest.mark.parametrize("mechanism", ["central_gaussian", "local_gaussian"])
+@pytest.mark.parametrize(
+    "mechanism", ["central_gaussian", "local_gaussian", "central_laplace", "local_laplace"]
+)
 @pytest.mark.parametrize(
     ("cohort", "constant"),
     [

@@ -11,6 +11,7 @@ from typing import Any
 import dp_accounting
 import pytest
 import yaml
+from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from harness import PUBLIC_FILES, UNLIMITED, Watched, spoil_client, watched_run
 from safetensors import safe_open
@@ -64,6 +65,43 @@ def test_epsilon_of_each_sampler_after_100_rounds(
     first = plan(*overrides, "run.num_rounds=100").guarantees(100)[0]
     assert (first.view, first.relation) == ("OBSERVER", relation)
     assert first.epsilon == pytest.approx(epsilon, abs=0.051 if epsilon > 10 else 0.0051)
+
+
+LAPLACE = ["mechanism=central_laplace", "mechanism.noise_multiplier=10", *HUNDRED[2:], *UNLIMITED]
+
+
+@pytest.mark.parametrize("mechanism", ["central_laplace", "local_laplace"])
+def test_a_hundred_laplace_releases_of_a_tenth_cost_4_22_not_10(mechanism: str) -> None:
+    """The scenario table of the project; `simple` adds the pure epsilons."""
+    whole = [*LAPLACE, f"mechanism={mechanism}", "run.num_rounds=100", "cohort=all"]
+    for accountant, epsilon in (("pld", 4.22), ("simple", 10.0)):
+        first = plan(*whole, f"accountant={accountant}").guarantees(100)[0]
+        assert (first.unit, first.relation) == ("CLIENT", "ZERO_OUT")
+        assert first.epsilon == pytest.approx(epsilon, abs=0.0051)
+        assert any("continuous Laplace" in text for text in first.assumptions)
+
+
+def test_poisson_sampled_laplace_is_for_pld_and_equals_the_plain_library() -> None:
+    sampled = [*LAPLACE, "mechanism.noise_multiplier=1", "cohort=poisson", "run.num_rounds=50"]
+    first = plan(*sampled, "accountant=pld").guarantees(50)[0]
+    plain = PLDAccountant(value_discretization_interval=1e-4)
+    step = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.LaplaceDpEvent(1.0))
+    plain.compose(step, 50)
+    assert first.relation == "ADD_OR_REMOVE_ONE"
+    assert first.epsilon == pytest.approx(plain.get_epsilon(1e-5), rel=1e-3)
+    for accountant in ("rdp", "gdp"):
+        with pytest.raises(SettingsError, match=r"accountant=pld"):
+            plan(*sampled, f"accountant={accountant}")
+
+
+def test_fixed_size_laplace_is_never_sent_to_an_accountant_that_refuses_it() -> None:
+    fixed = [*LAPLACE, "cohort=fixed_size", "cohort.size=10"]
+    with pytest.raises(SettingsError, match=r"cohort\.amplification=false") as refusal:
+        plan(*fixed, "accountant=pld")
+    assert "accountant=rdp" not in str(refusal.value)
+    # Replacing a client moves the L1 norm by 2C: epsilon 2 / z a round.
+    replaced = plan(*fixed, "cohort.amplification=false", "accountant=simple").guarantees(3)[0]
+    assert replaced.epsilon == pytest.approx(3 * 2 / 10, rel=1e-12)
 
 
 def test_the_server_gets_no_amplification() -> None:

@@ -15,6 +15,7 @@ from fl_app.server_run import load_settings, run_server
 SIX = [*UNLIMITED, "run.num_rounds=6"]
 KINDS = {
     "central": [*CENTRAL, "mechanism.noise_multiplier=1"],
+    "schedule": [*CENTRAL, "mechanism.noise_multiplier=1", "mechanism.noise_schedule=0.9"],
     "record": ["training.noise_multiplier=1"],
     # 10 clients by turns, 6 a round: rounds 1 to 6 ask a client 4 times, round 4 twice makes 5.
     "by turns": [

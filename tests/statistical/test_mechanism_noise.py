@@ -5,7 +5,14 @@ False alarms: 1e-6 a check. P = 1e6: |std / (z C) - 1| < 0.0035, |mean| < 0.0049
 
 import numpy as np
 import pytest
-from exact_intervals import is_normal, is_uncorrelated, mean_within, std_within
+from exact_intervals import (
+    is_laplace,
+    is_normal,
+    is_uncorrelated,
+    mean_within,
+    scale_within,
+    std_within,
+)
 
 from fl_app import plugins
 from fl_app.plugins import Mechanism
@@ -92,3 +99,33 @@ def test_s12_clients_rounds_and_repetitions_are_independent() -> None:
             assert is_uncorrelated(first, second)
     # Negative control: a hundredth of another client's noise is noticed.
     assert not is_uncorrelated(noises[0], noises[1] + 0.01 * noises[0])
+
+
+# Laplace: scale z C (P = 1e6: |scale / (z C) - 1| < 0.0049), never the std.
+
+
+def check_laplace(noise: np.ndarray) -> None:
+    assert scale_within(noise, Z * C)
+    assert is_laplace(noise, Z * C)
+    assert not scale_within(noise * 1.1, Z * C)
+    assert not scale_within(noise / 2**0.5, Z * C)  # z C taken for the std
+    assert not is_normal(noise, Z * C * 2**0.5)
+
+
+@pytest.mark.parametrize("num_clients", [0, 3])
+def test_s11_central_laplace_scale_of_the_sum_is_z_c_whatever_number_answers(
+    num_clients: int,
+) -> None:
+    check_laplace(released_sum("central_laplace", num_clients))
+    assert not privatize("central_laplace", 0).vector_P.any()
+
+
+def test_s11_local_laplace_scale_of_each_client_is_z_c_and_the_server_adds_nothing() -> None:
+    first, second = (privatize("local_laplace", c).vector_P for c in (0, 1))
+    check_laplace(first)
+    assert is_uncorrelated(np.sign(first), np.sign(second))
+    # Two Laplaces have the variance 2 (z C)^2 each; the sum of 1e6 fourth powers sets the width:
+    # the std of the sample variance is sqrt(3.5) of it / 1000, 4.9 such stds are 1e-6.
+    variance = float(np.mean(released_sum("local_laplace", 2) ** 2))
+    assert abs(variance / (4 * (Z * C) ** 2) - 1) < 4.9 * 3.5**0.5 / 1000
+    assert not released_sum("local_laplace", 0).any()

@@ -1,11 +1,11 @@
-"""clip_l2: the bound and its edge cases (rule 2)."""
+"""clip_l2 and clip_l1: the bound and its edge cases (rule 2)."""
 
 import math
 
 import numpy as np
 import pytest
 
-from fl_app.clipping import clip_l2, l2_norm
+from fl_app.clipping import clip_l1, clip_l2, l1_norm, l2_norm
 from fl_app.errors import PrivacyError
 
 
@@ -76,3 +76,40 @@ def test_a_bound_that_bounds_nothing_is_refused(clipping_norm: float) -> None:
 def test_norm_over_several_blocks_equals_the_exact_one() -> None:
     vector = np.random.default_rng(0).normal(size=200_001).astype(np.float32)
     assert l2_norm(vector) == pytest.approx(exact_norm(vector), rel=1e-12)
+
+
+# L1.
+
+
+def exact_l1(vector: np.ndarray) -> float:
+    return math.fsum(abs(float(v)) for v in vector.reshape(-1))
+
+
+def test_the_l1_norm_is_the_sum_of_absolute_values() -> None:
+    np.testing.assert_allclose(clip_l1(np.float32([30, -40]), 7.0), [3, -4], rtol=1e-6)
+    vector = np.random.default_rng(0).normal(size=200_001).astype(np.float32)
+    assert l1_norm(vector) == pytest.approx(exact_l1(vector), rel=1e-12)
+
+
+@pytest.mark.parametrize("clipping_norm", [1e-6, 0.1, 1 / 3, 1e6])
+@pytest.mark.parametrize("size", [1, 2, 1000, 200_000])
+def test_l1_norm_after_the_cast_is_strictly_within_and_nearly_the_bound(
+    clipping_norm: float, size: int
+) -> None:
+    vector = np.random.default_rng(size).normal(size=size).astype(np.float32) * np.float32(1e12)
+    norm = exact_l1(clip_l1(vector, clipping_norm))
+    assert clipping_norm * (1 - 1e-6) < norm <= clipping_norm
+
+
+def test_l1_edge_cases_are_those_of_l2() -> None:
+    within = np.float32([3, -4, -0.0, 1e-45])
+    assert clip_l1(within, 7.5).tobytes() == within.tobytes()
+    assert not clip_l1(np.float32([1, math.nan]), 1.0).any()
+    assert not clip_l1(np.float32([1, -math.inf]), 1.0).any()
+    assert not clip_l1(np.zeros(7, np.float32), 1.0).any()
+    assert clip_l1(np.zeros(0, np.float32), 2.0).shape == (0,)
+    assert clip_l1(np.array(-8.0, np.float32), 2.0) == pytest.approx(-2.0, rel=1e-6)
+    largest = np.full(1000, np.finfo(np.float32).max)
+    np.testing.assert_allclose(clip_l1(largest, 1.0), 1e-3, rtol=1e-6)
+    with pytest.raises(PrivacyError, match="clipping_norm="):
+        clip_l1(within, 0.0)

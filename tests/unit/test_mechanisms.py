@@ -22,6 +22,8 @@ ORDER = RoundOrder(
 )
 PLAIN = replace(ORDER, clipping_norm=None, noise_multiplier=None)
 GAUSSIANS = ["central_gaussian", "local_gaussian"]
+LAPLACES = ["central_laplace", "local_laplace"]
+NOISED = [*GAUSSIANS, *LAPLACES]
 
 
 def make(kind: str, **values: object) -> Mechanism:
@@ -47,16 +49,18 @@ def total(values: object, weight: float = 1.0) -> CohortSum:
 
 
 def test_placement_and_noise_are_declared() -> None:
-    declared = {k: (make(k).placement, make(k).noise_kind) for k in ["none", *GAUSSIANS]}
+    declared = {k: (make(k).placement, make(k).noise_kind) for k in ["none", *NOISED]}
     assert declared == {
         "none": (None, None),
         "central_gaussian": (Placement.CENTRAL, NoiseKind.GAUSSIAN),
         "local_gaussian": (Placement.LOCAL, NoiseKind.GAUSSIAN),
+        "central_laplace": (Placement.CENTRAL, NoiseKind.LAPLACE),
+        "local_laplace": (Placement.LOCAL, NoiseKind.LAPLACE),
     }
     assert make("local_gaussian").kind == "local_gaussian"
 
 
-@pytest.mark.parametrize("kind", GAUSSIANS)
+@pytest.mark.parametrize("kind", NOISED)
 @pytest.mark.parametrize(
     ("key", "value"),
     [("noise_multiplier", -1.0), ("noise_multiplier", math.nan), ("noise_multiplier", math.inf)]
@@ -82,7 +86,23 @@ def test_local_adds_the_orders_noise_to_the_clipped_update() -> None:
     assert private.vector_P.dtype == np.float32
 
 
-@pytest.mark.parametrize("kind", GAUSSIANS)
+def test_laplace_clips_the_l1_norm_and_adds_scale_z_c() -> None:
+    central = make("central_laplace").privatize(update([30, -40]), ORDER, source())
+    np.testing.assert_allclose(central.vector_P, [6 / 7, -8 / 7], rtol=1e-6)
+    local = make("local_laplace").privatize(update([30, -40]), ORDER, source())
+    expected = np.float64([6 / 7, -8 / 7]) + 1.5 * 2.0 * source().laplace(2)
+    np.testing.assert_allclose(local.vector_P, expected, rtol=1e-5)
+    released = make("central_laplace").release(total([1.0, 2.0], 3), ORDER, 8.0, source())
+    expected = (np.float64([1.0, 2.0]) + 1.5 * 2.0 * source().laplace(2)) / 8
+    np.testing.assert_allclose(released.mean_P, expected, rtol=1e-12)
+    # Told by its std, sqrt(2) times the scale.
+    assert released.noise_std_of_sum == pytest.approx(3.0 * 2**0.5)
+    assert released.noise_std_of_mean == pytest.approx(3.0 * 2**0.5 / 8)
+    shared = make("local_laplace").release(total([1.0, 2.0], 3), ORDER, 9.0, source())
+    assert shared.noise_std_of_sum == pytest.approx(3.0 * 2**0.5 * 3)
+
+
+@pytest.mark.parametrize("kind", NOISED)
 def test_s10_row_counts_do_not_weigh(kind: str) -> None:
     order = replace(ORDER, weighting="examples")
     weights = [
@@ -103,7 +123,7 @@ def test_s10_no_client_moves_the_average_by_more_than_c_over_expected_cohort(row
     assert np.linalg.norm(moved) == pytest.approx(2.0 / 4.0, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["none", *GAUSSIANS])
+@pytest.mark.parametrize("kind", ["none", *NOISED])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_s07_a_non_finite_update_becomes_zero_before_noise(kind: str, bad: float) -> None:
     mechanism, order = make(kind), PLAIN if kind == "none" else ORDER
@@ -113,7 +133,7 @@ def test_s07_a_non_finite_update_becomes_zero_before_noise(kind: str, bad: float
     assert (broken.client, broken.weight) == (zero.client, zero.weight)
 
 
-@pytest.mark.parametrize("kind", GAUSSIANS)
+@pytest.mark.parametrize("kind", NOISED)
 def test_s06_a_zero_update_passes(kind: str) -> None:
     order = replace(ORDER, noise_multiplier=0.0)
     assert not make(kind).privatize(update(np.zeros(5)), order, source()).vector_P.any()
@@ -141,7 +161,7 @@ def test_local_release_adds_nothing_and_reports_the_expected_std() -> None:
     assert released.noise_std_of_mean == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("kind", GAUSSIANS)
+@pytest.mark.parametrize("kind", NOISED)
 def test_s17_clip_only_adds_nothing_and_says_so(kind: str) -> None:
     mechanism, order = make(kind), replace(ORDER, noise_multiplier=0.0)
     private = mechanism.privatize(update([0.5, -0.25]), order, source())
@@ -151,7 +171,7 @@ def test_s17_clip_only_adds_nothing_and_says_so(kind: str) -> None:
     assert (released.noise_std_of_sum, released.noise_std_of_mean) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("kind", ["none", *GAUSSIANS])
+@pytest.mark.parametrize("kind", ["none", *NOISED])
 def test_rule_6_no_un_noised_sum_stays_behind(kind: str) -> None:
     cohort_sum = total([1.0, 2.0])
     released = make(kind).release(cohort_sum, PLAIN if kind == "none" else ORDER, 4.0, source())
@@ -159,7 +179,7 @@ def test_rule_6_no_un_noised_sum_stays_behind(kind: str) -> None:
     assert released.round == 3
 
 
-@pytest.mark.parametrize("kind", GAUSSIANS)
+@pytest.mark.parametrize("kind", NOISED)
 @pytest.mark.parametrize("missing", ["clipping_norm", "noise_multiplier"])
 def test_an_order_without_c_or_z_is_refused(kind: str, missing: str) -> None:
     order = replace(ORDER, **{missing: None})
@@ -167,7 +187,7 @@ def test_an_order_without_c_or_z_is_refused(kind: str, missing: str) -> None:
         make(kind).release(total([0.0]), order, 1.0, source())
 
 
-@pytest.mark.parametrize("kind", GAUSSIANS)
+@pytest.mark.parametrize("kind", NOISED)
 @pytest.mark.parametrize("expected_cohort", [0.0, -1.0, math.nan])
 def test_an_impossible_divisor_is_refused(kind: str, expected_cohort: float) -> None:
     with pytest.raises(PrivacyError, match="expected_cohort="):

@@ -336,6 +336,18 @@ def test_a_plan_counts_turns_where_clients_take_turns() -> None:
     assert charge.most[0].view is View.SERVER
 
 
+def test_a_plan_with_a_schedule_charges_each_round_at_its_own_noise() -> None:
+    settings = compose(
+        ["mechanism=local_gaussian", "mechanism.noise_multiplier=8", "run.num_rounds=4",
+         "mechanism.noise_schedule=[1,0.5,2,4]", "cohort=poisson", "cohort.sampling_rate=0.5",
+         "training=sgd", *UNLIMITED]
+    )  # fmt: skip
+    charge = planned_charge(make_plan(settings))
+    for row, levels in ((charge.most[0], (1, 0.5, 2, 4)), (charge.expected[0], (0.5, 1))):
+        exact = gaussian_epsilon(math.hypot(*(1 / (8 * level) for level in levels)), row.delta)
+        assert exact <= (row.epsilon or 0.0) <= 1.001 * exact
+
+
 def test_a_plan_without_noise_promises_a_node_nothing() -> None:
     plan = make_plan(compose(["training=sgd", *UNLIMITED]))
     assert [row.epsilon for row in planned_charge(plan).most] == [None, None]

@@ -445,11 +445,32 @@ def test_laplace_noise_is_told_by_its_std_and_accounted_by_its_scale():
     assert rows(p, 100)["RECORD against SERVER"].epsilon == pytest.approx(4.22, abs=0.005)
     norm, std = p.bound_noise()
     assert (norm, std) == (50.0, pytest.approx(2**0.5 * 10 * 50))
-    assert p.signal_to_noise(400) == pytest.approx(50 / (std / 600 * 20))
+    # In the L1 norm: that of 400 Laplace noises is 400 scales on average.
+    assert p.signal_to_noise(400) == pytest.approx(50 / (10 * 50 / 600 * 400))
     assert p.summary()["record-level noise"].startswith("laplace, scale")
     text = "; ".join(rows(p)["RECORD against SERVER"].assumptions)
     assert "continuous Laplace" in text
     assert "Gaussian" not in text
+
+
+def test_client_level_laplace_is_told_by_its_std_and_calibrated_by_its_scale():
+    p = plan(
+        "mechanism=central_laplace", *POISSON, "mechanism.clipping_norm=20", "accountant=pld",
+        "privacy.target_epsilon=2", "privacy.target_delta=1e-5",
+    )  # fmt: skip
+    z = p.mechanism_noise_multiplier
+    assert rows(p)["CLIENT against OBSERVER"].epsilon == pytest.approx(2, rel=1e-3)
+    norm, std = p.bound_noise()
+    assert (norm, std) == (20.0, pytest.approx(2**0.5 * z * 20))
+    assert p.noise_std_of_mean == pytest.approx(std / 100)
+    assert p.signal_to_noise(400) == pytest.approx(20 / (z * 20 / 100 * 400))
+    assert p.summary()["client-level noise"].startswith("laplace, scale")
+    local = plan(
+        "mechanism=local_laplace", "mechanism.noise_multiplier=10", "privacy.target_epsilon=null",
+        "privacy.target_delta=1e-5",
+    )  # fmt: skip
+    assert rows(local, 100)["CLIENT against SERVER"].epsilon == pytest.approx(4.22, abs=0.005)
+    assert local.noise_std_of_sum == pytest.approx(2**0.5 * 10 * 10 * 10**0.5)
 
 
 SPLIT = [

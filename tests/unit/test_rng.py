@@ -153,7 +153,7 @@ def test_std_zero_adds_nothing() -> None:
 
 @pytest.mark.parametrize("std", [-1.0, math.nan, math.inf])
 def test_impossible_std_is_refused(std: float) -> None:
-    with pytest.raises(PrivacyError, match="noise std"):
+    with pytest.raises(PrivacyError, match="noise scale"):
         NoiseSource.from_os().add_gaussian(np.zeros(3), std)
 
 
