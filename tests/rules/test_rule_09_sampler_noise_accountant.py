@@ -196,6 +196,7 @@ def public_values(run: Watched) -> dict[str, Any]:
     history = json.loads(metadata.pop("history"))
     del metadata["ledger_head"]
     report = re.sub(r"head `\w+`", "head", (run.folder / "privacy_report.md").read_text())
+    report = re.sub(r"- metrics: accuracy [\d.]+, loss [\d.]+ on", "- metrics on", report)
     return {
         "results": results,
         "columns": table[0],
