@@ -270,6 +270,14 @@ class Mechanism(Plugin):
         """
         return self
 
+    def with_layers(self, layer_sizes: tuple[int, ...]) -> Self:
+        """Returns the mechanism for a model whose parameter tensors have these sizes, in order.
+
+        Raises:
+            SettingsError: lists by layer do not fit.
+        """
+        return self
+
     def check_run(self, noise_multiplier: float, num_parameters: int, cohort: CohortSize) -> None:
         """Raises SettingsError if the resolved mechanism cannot work in such a run."""
 

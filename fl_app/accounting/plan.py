@@ -58,6 +58,8 @@ class PrivacyPlan:
         training_clipping_norm: record-level C, None without.
         expected_batch: batch rate x nominal rows, None without record-level privacy.
         mechanism: the client-level mechanism, every value filled in.
+        units_noised_by_layer: the units whose noise differs from layer to layer: their z C is what
+            all layers together cost as much as.
         mechanism_constants: values of the mechanism that the plan filled in, by key.
         mechanism_facts: what the mechanism says about itself, by label.
         warnings: what the reader should know before trusting a row.
@@ -81,6 +83,7 @@ class PrivacyPlan:
     training_clipping_norm: float | None
     expected_batch: float | None
     mechanism: Mechanism
+    units_noised_by_layer: frozenset[PrivacyUnit]
     mechanism_constants: Mapping[str, float]
     mechanism_facts: Mapping[str, str]
     warnings: tuple[str, ...]
@@ -248,7 +251,7 @@ class PrivacyPlan:
 
         1: the noise is as long as the longest mean update. Record level: of one step of one client.
         The norm is the one that C bounds: L2, or L1 for Laplace noise, whose expected L1 norm is
-        scale x P.
+        scale x P. None, too, where the noise differs from layer to layer.
         """
         unit, norm, std = PrivacyUnit.CLIENT, self.mechanism_clipping_norm, self.noise_std_of_mean
         if std is None and self.training_clipping_norm is not None:
@@ -257,7 +260,7 @@ class PrivacyPlan:
                 self.training_clipping_norm,
                 self._step_noise_std(),
             )
-        if norm is None or not std:
+        if norm is None or not std or unit in self.units_noised_by_layer:
             return None
         if self._noise_kind(unit) is NoiseKind.LAPLACE:
             return norm / (std / NoiseKind.LAPLACE.std_per_scale * num_parameters)
@@ -435,9 +438,12 @@ class PrivacyPlan:
 
     def _law(self, unit: PrivacyUnit) -> str:
         """Returns what `unit`'s noise is and what its multiplier means."""
+        law = "gaussian, std = multiplier x L2 clipping norm"
         if self._noise_kind(unit) is NoiseKind.LAPLACE:
-            return "laplace, scale = multiplier x L1 clipping norm"
-        return "gaussian, std = multiplier x L2 clipping norm"
+            law = "laplace, scale = multiplier x L1 clipping norm"
+        if unit in self.units_noised_by_layer:
+            law += "; spread over the layers, whose different noises together cost as much"
+        return law
 
     def _step_noise_std(self) -> float | None:
         """Std of the record-level noise on one step's mean gradient."""
@@ -502,6 +508,9 @@ def make_plan(
         training_clipping_norm=_clipping_norm(settings.training, training_z),
         expected_batch=batch_rate * nominal_rows if known else None,  # type: ignore[operator]
         mechanism=mechanism,
+        units_noised_by_layer=frozenset(
+            unit for unit, owner in owners.items() if getattr(owner, "layer_noise", None)
+        ),
         mechanism_constants=_filled_in(settings.mechanism, mechanism),
         mechanism_facts=facts,
         warnings=(
