@@ -62,17 +62,18 @@ def check(
         )
     for name, values in (("layer_norms", layer_norms), ("layer_noise", layer_noise)):
         for number, value in enumerate(values or ()):
-            if (
-                not _SHARES[0]
-                <= checks.positive(f"{section}.{name}[{number}]", value)
-                <= _SHARES[1]
-            ):
-                raise checks.fail(
-                    f"{section}.{name}[{number}]",
-                    value,
-                    "must be from 0.001 to 1000",
-                    "only the ratios between layers count; choose a smaller range",
-                )
+            _check_share(f"{section}.{name}[{number}]", value)
+
+
+def _check_share(key: str, value: float) -> None:
+    least, largest = _SHARES
+    if not least <= checks.positive(key, value) <= largest:
+        raise checks.fail(
+            key,
+            value,
+            f"must be from {least:g} to {largest:g}",
+            "only the ratios between layers count; choose a smaller range",
+        )
 
 
 def check_number(

@@ -493,7 +493,7 @@ def make_plan(
     )
     population = settings.federation.population
     batch_rate = getattr(settings.training, "batch_rate", None)
-    clients = 1.0 if settings.training.releaser is None else settings.cohort_size.expected
+    summed = 1.0 if settings.training.releaser is None else settings.cohort_size.expected
     known = batch_rate is not None and nominal_rows is not None and training_z is not None
     return PrivacyPlan(
         accountant=settings.accountant,
@@ -512,7 +512,7 @@ def make_plan(
         expected_cohort=settings.cohort.expected_size(population),
         mechanism_clipping_norm=_clipping_norm(settings.mechanism, mechanism_z),
         training_clipping_norm=_clipping_norm(settings.training, training_z),
-        expected_batch=batch_rate * nominal_rows * clients if known else None,  # type: ignore[operator]
+        expected_batch=batch_rate * nominal_rows * summed if known else None,  # type: ignore[operator]
         mechanism=mechanism,
         units_noised_by_layer=frozenset(
             unit for unit, owner in owners.items() if getattr(owner, "layer_noise", None)
