@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from fl_app.errors import PrivacyError
 from fl_app.stages import DoubleVector, FloatVector
+
+_Vector = TypeVar("_Vector", FloatVector, DoubleVector)
 
 _BLOCK = 1 << 16
 _SHRINK = 1 - 2.0**-23
@@ -45,6 +49,47 @@ def clip_l1(vector_P: FloatVector, clipping_norm: float) -> FloatVector:
     Guarantee and edge cases are those of `clip_l2`, with the sum of absolute values as the norm.
     """
     return _clip(vector_P, clipping_norm, l1_norm)
+
+
+def clip_layers(
+    vector_P: FloatVector,
+    layer_sizes: Sequence[int],
+    clipping_norms: Sequence[float],
+    clip: Callable[[FloatVector, float], FloatVector],
+) -> FloatVector:
+    """Returns `vector_P` with every layer clipped by itself.
+
+    Guarantee:
+        Each layer keeps the guarantee of `clip`, so the norm of the whole is at most that of
+        `clipping_norms`. A NaN or infinite element anywhere: all layers are zero.
+
+    Args:
+        vector_P: [P] float32; other types are converted first.
+        layer_sizes: elements of each layer, in order; they add up to P.
+        clipping_norms: the bound of each layer, finite and > 0.
+        clip: `clip_l2` or `clip_l1`.
+
+    Raises:
+        PrivacyError: the sizes are not those of the vector, or a bound bounds nothing.
+    """
+    vector_P = np.asarray(vector_P, dtype=np.float32)
+    parts = split_layers(vector_P, layer_sizes)
+    clipped = [clip(part, norm) for part, norm in zip(parts, clipping_norms, strict=True)]
+    return np.concatenate(clipped) if np.isfinite(vector_P).all() else np.zeros_like(vector_P)
+
+
+def split_layers(vector_P: _Vector, layer_sizes: Sequence[int]) -> list[_Vector]:
+    """Returns views of the layers of a flat vector.
+
+    Raises:
+        PrivacyError: the sizes do not add up to P.
+    """
+    if sum(layer_sizes) != vector_P.size or vector_P.ndim != 1:
+        raise PrivacyError(
+            f"layer sizes add up to {sum(layer_sizes)}: the vector has {vector_P.shape} numbers"
+        )
+    ends = list(itertools.accumulate(layer_sizes))
+    return [vector_P[end - size : end] for size, end in zip(layer_sizes, ends, strict=True)]
 
 
 def _clip(

@@ -184,13 +184,37 @@ class TrainingJob:
     round: int = 1
 
 
+class Releaser(ABC):
+    """Whoever turns the sum over a cohort into what the server may use."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def release(
+        self, total: CohortSum, order: RoundOrder, expected_cohort: float, noise: NoiseSource
+    ) -> Release:
+        """Returns the mean that the server may use; overwrites ``total.sum_P``.
+
+        Args:
+            total: the sum over those who answered.
+            order: what was sent this round: its C and z scale the noise.
+            expected_cohort: the public constant to divide by (rule 5).
+            noise: the server's noise stream of this round.
+        """
+
+
 class Training(Plugin):
     """Local training. A private one bounds and noises per-sample gradients."""
 
     __slots__ = ()
 
     private: ClassVar[bool]
-    """True if its updates are differentially private at RECORD level."""
+    """True if it makes a run differentially private at RECORD level."""
+
+    @property
+    def releaser(self) -> Releaser | None:
+        """Who must noise the sum of its updates; None: they are noised already, or never."""
+        return None
 
     @abstractmethod
     def train(self, model: nn.Module, partition: ClientPartition, job: TrainingJob) -> LocalUpdate:
@@ -223,7 +247,7 @@ class CohortSize:
     largest: int
 
 
-class Mechanism(Plugin):
+class Mechanism(Plugin, Releaser):
     """Client-level privacy in two steps: bound the sensitivity, add noise where it belongs."""
 
     __slots__ = ()
@@ -270,6 +294,14 @@ class Mechanism(Plugin):
         """
         return self
 
+    def with_layers(self, layer_sizes: tuple[int, ...]) -> Self:
+        """Returns the mechanism for a model whose parameter tensors have these sizes, in order.
+
+        Raises:
+            SettingsError: lists by layer do not fit.
+        """
+        return self
+
     def check_run(self, noise_multiplier: float, num_parameters: int, cohort: CohortSize) -> None:
         """Raises SettingsError if the resolved mechanism cannot work in such a run."""
 
@@ -297,19 +329,6 @@ class Mechanism(Plugin):
         self, update: LocalUpdate, order: RoundOrder, noise: NoiseSource
     ) -> PrivatizedUpdate:
         """Returns the update as it may leave: clipped to the order's C, noised if LOCAL."""
-
-    @abstractmethod
-    def release(
-        self, total: CohortSum, order: RoundOrder, expected_cohort: float, noise: NoiseSource
-    ) -> Release:
-        """Returns the mean that the server may use; overwrites ``total.sum_P``.
-
-        Args:
-            total: the sum over those who answered.
-            order: what was sent this round: its C and z scale the noise.
-            expected_cohort: the public constant to divide by (rule 5).
-            noise: the server's noise stream of this round.
-        """
 
 
 class Cohort(Plugin):

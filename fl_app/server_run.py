@@ -24,7 +24,7 @@ from fl_app.accounting.plan import PrivacyPlan, make_plan
 from fl_app.client_policy import home
 from fl_app.client_round import device, new_model
 from fl_app.errors import FederationError, LedgerError, SettingsError
-from fl_app.models import flat_parameters, num_parameters, set_flat_parameters
+from fl_app.models import flat_parameters, layer_sizes, num_parameters, set_flat_parameters
 from fl_app.overrides import compose_mapping
 from fl_app.partitioners import histogram
 from fl_app.progress import Progress, statement
@@ -171,6 +171,7 @@ def run_server(grid: Grid, settings: Settings) -> RunReport:
     model = new_model(settings, data.spec).to(device(settings.run.device))
     rows = nominal_rows(settings, data)
     size = num_parameters(model)
+    settings = with_layers(settings, model)
     plan = make_plan(settings, rows, num_parameters=size)
     settings = with_noise(settings, plan)
     roster = Roster(settings.federation, settings.to_wire())
@@ -178,6 +179,16 @@ def run_server(grid: Grid, settings: Settings) -> RunReport:
     plan = make_plan(settings, rows, simulated=roster.simulated, num_parameters=size)
     with _ServerRun(settings, plan, model, evaluated) as run:
         return run.go(grid, roster, rows)
+
+
+def with_layers(settings: Settings, model: nn.Module) -> Settings:
+    """Returns the settings with the layers of `model` written in, where the mechanism needs them.
+
+    Raises:
+        SettingsError: lists by layer do not fit the model.
+    """
+    mechanism = settings.mechanism.with_layers(layer_sizes(model))
+    return dataclasses.replace(settings, mechanism=mechanism)
 
 
 def with_noise(settings: Settings, plan: PrivacyPlan) -> Settings:
@@ -216,7 +227,9 @@ def plan_of(
     data = settings.dataset.load(data_path=None, cache_dir=home() / "cache")
     evaluation_rows(settings, data)
     rows = nominal_rows(settings, data)
-    size = num_parameters(new_model(settings, data.spec))
+    model = new_model(settings, data.spec)
+    size = num_parameters(model)
+    settings = with_layers(settings, model)
     plan = make_plan(settings, rows, num_parameters=size)
     charge = planned_charge(plan)
     values = plan.to_json(size) | {

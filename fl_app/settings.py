@@ -26,6 +26,7 @@ from fl_app.plugins import (
     Model,
     Partitioner,
     Protection,
+    Releaser,
     ServerOptimizer,
     Training,
 )
@@ -158,6 +159,7 @@ class Settings:
                 self._check_unit,
                 self._check_noise,
                 self._check_schedules,
+                self._check_releaser,
                 self._check_weighting,
                 self._check_accountant,
                 self._check_nodes,
@@ -181,6 +183,11 @@ class Settings:
         if self.client_level:
             return PrivacyUnit.CLIENT
         return PrivacyUnit.RECORD if self.training.private else None
+
+    @property
+    def releaser(self) -> Releaser:
+        """Who turns the sum over a cohort into a release: the training, if its noise is missing."""
+        return self.training.releaser or self.mechanism
 
     def noise_multiplier_of(self, unit: PrivacyUnit) -> float | None:
         """Returns the configured z of `unit` (None: to be calibrated)."""
@@ -273,6 +280,17 @@ class Settings:
             scale: float | None = getattr(owner, "noise_multiplier", None)
             schedule = noise_schedule.of(owner)
             noise_schedule.check_rounds(key, schedule, scale, self.run.num_rounds)
+
+    def _check_releaser(self) -> None:
+        if self.training.releaser is None or not self.client_level:
+            return
+        raise checks.fail(
+            "mechanism",
+            self.mechanism.kind,
+            f"training={self.training.kind} leaves its noise to the server, which adds one noise "
+            "to a sum",
+            "choose mechanism=none, or training.placement=local",
+        )
 
     def _check_weighting(self) -> None:
         private = self.client_level or self.training.private

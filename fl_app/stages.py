@@ -96,7 +96,8 @@ class LocalUpdate:
     Attributes:
         client: the client's number.
         delta_P: [P] float32, may hold non-finite values (the mechanism deals with them).
-        num_noisy_steps: noisy optimizer steps really taken (0 without record-level privacy).
+        num_noisy_steps: noisy optimizer steps really taken (0 without record-level privacy, and
+            where the server adds the noise: then `delta_P` is minus a sum of clipped gradients).
         num_examples: rows of the client; private, leaves only where nothing is private.
     """
 

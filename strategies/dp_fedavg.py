@@ -6,7 +6,8 @@ One round, in this order and no other:
 2. charge: the events are durable in the ledger before anybody is asked (rules 7 and 8);
 3. ask: a cohort is drawn over the whole population, one message per hosting node;
 4. sum: protected updates of this round only, weight 1;
-5. release: the mechanism adds its noise to the sum and divides by a public constant;
+5. release: the mechanism (or record-level training under placement central) adds its noise to
+   the sum and divides by a public constant;
 6. step: the server optimizer sees the release and nothing else (rule 6).
 """
 
@@ -337,9 +338,7 @@ class DPFedAvg(Strategy):
         round = current.order.round
         seed = self.settings.run.seed if self.settings.run.seeded_noise else None
         noise = rng.noise_source("central-noise", round, seed=seed)
-        release = self.settings.mechanism.release(
-            total, current.order, self._expected_cohort, noise
-        )
+        release = self.settings.releaser.release(total, current.order, self._expected_cohort, noise)
         mean_P = release.mean_P[: self.parameters_P.size]  # what a mechanism padded is dropped
         self.settings.server_optimizer.step(self.parameters_P, mean_P, self.optimizer_state)
         # For the next round only: this one's noise and clients had the C that was sent (rule 4).

@@ -19,7 +19,7 @@ from fl_app.accounting.calibration import calibrate
 from fl_app.accounting.statement import NO_NOISE, SEEDED, Row, round_event, statement_rows
 from fl_app.noise_schedule import NoiseSchedule
 from fl_app.plugins import Accountant, Cohort, Mechanism
-from fl_app.privacy import Guarantee, NoiseKind, Placement, PrivacyEvent, PrivacyUnit
+from fl_app.privacy import Guarantee, NoiseKind, Placement, PrivacyEvent, PrivacyUnit, View
 from fl_app.settings import Settings
 
 VALIDATION = (
@@ -56,8 +56,11 @@ class PrivacyPlan:
         expected_cohort: the public constant that a sum over a cohort is divided by.
         mechanism_clipping_norm: client-level C, None without.
         training_clipping_norm: record-level C, None without.
-        expected_batch: batch rate x nominal rows, None without record-level privacy.
+        expected_batch: what a noised gradient sum is divided by: batch rate x nominal rows, times
+            the expected cohort where the server adds the noise. None without record-level privacy.
         mechanism: the client-level mechanism, every value filled in.
+        units_noised_by_layer: the units whose noise differs from layer to layer: their z C is what
+            all layers together cost as much as.
         mechanism_constants: values of the mechanism that the plan filled in, by key.
         mechanism_facts: what the mechanism says about itself, by label.
         warnings: what the reader should know before trusting a row.
@@ -81,6 +84,7 @@ class PrivacyPlan:
     training_clipping_norm: float | None
     expected_batch: float | None
     mechanism: Mechanism
+    units_noised_by_layer: frozenset[PrivacyUnit]
     mechanism_constants: Mapping[str, float]
     mechanism_facts: Mapping[str, str]
     warnings: tuple[str, ...]
@@ -246,9 +250,10 @@ class PrivacyPlan:
     def signal_to_noise(self, num_parameters: int) -> float | None:
         """Returns C over the norm of the noise on the mean (client level), or None without noise.
 
-        1: the noise is as long as the longest mean update. Record level: of one step of one client.
+        1: the noise is as long as the longest mean update. Record level: of one step of one client,
+        or of the cohort where the server adds the noise.
         The norm is the one that C bounds: L2, or L1 for Laplace noise, whose expected L1 norm is
-        scale x P.
+        scale x P. None, too, where the noise differs from layer to layer.
         """
         unit, norm, std = PrivacyUnit.CLIENT, self.mechanism_clipping_norm, self.noise_std_of_mean
         if std is None and self.training_clipping_norm is not None:
@@ -257,7 +262,7 @@ class PrivacyPlan:
                 self.training_clipping_norm,
                 self._step_noise_std(),
             )
-        if norm is None or not std:
+        if norm is None or not std or unit in self.units_noised_by_layer:
             return None
         if self._noise_kind(unit) is NoiseKind.LAPLACE:
             return norm / (std / NoiseKind.LAPLACE.std_per_scale * num_parameters)
@@ -435,9 +440,15 @@ class PrivacyPlan:
 
     def _law(self, unit: PrivacyUnit) -> str:
         """Returns what `unit`'s noise is and what its multiplier means."""
+        law = "gaussian, std = multiplier x L2 clipping norm"
         if self._noise_kind(unit) is NoiseKind.LAPLACE:
-            return "laplace, scale = multiplier x L1 clipping norm"
-        return "gaussian, std = multiplier x L2 clipping norm"
+            law = "laplace, scale = multiplier x L1 clipping norm"
+        if unit in self.units_noised_by_layer:
+            law += "; spread over the layers, whose different noises together cost as much"
+        views = {event.view for event in self.events if event.unit is unit}
+        if unit is PrivacyUnit.RECORD and View.OBSERVER in views:
+            law += "; added once by the server to the sum over the cohort"
+        return law
 
     def _step_noise_std(self) -> float | None:
         """Std of the record-level noise on one step's mean gradient."""
@@ -482,6 +493,7 @@ def make_plan(
     )
     population = settings.federation.population
     batch_rate = getattr(settings.training, "batch_rate", None)
+    summed = 1.0 if settings.training.releaser is None else settings.cohort_size.expected
     known = batch_rate is not None and nominal_rows is not None and training_z is not None
     return PrivacyPlan(
         accountant=settings.accountant,
@@ -500,8 +512,11 @@ def make_plan(
         expected_cohort=settings.cohort.expected_size(population),
         mechanism_clipping_norm=_clipping_norm(settings.mechanism, mechanism_z),
         training_clipping_norm=_clipping_norm(settings.training, training_z),
-        expected_batch=batch_rate * nominal_rows if known else None,  # type: ignore[operator]
+        expected_batch=batch_rate * nominal_rows * summed if known else None,  # type: ignore[operator]
         mechanism=mechanism,
+        units_noised_by_layer=frozenset(
+            unit for unit, owner in owners.items() if getattr(owner, "layer_noise", None)
+        ),
         mechanism_constants=_filled_in(settings.mechanism, mechanism),
         mechanism_facts=facts,
         warnings=(

@@ -25,6 +25,9 @@ DISJOINT = (
     "clients' data are disjoint and their split is taken as given; the number is that of the worst "
     "client"
 )
+HONEST_SERVER = (
+    "an honest server adds the noise once to every sum and drops the un-noised sum at once"
+)
 ONCE = "the server asks for the stated noise and clipping (nodes check) and once per charged round"
 
 
@@ -106,21 +109,26 @@ def _central_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> l
     """Returns the rows of noise that the server adds: for the OBSERVER only."""
     assumptions = [
         REGISTRY,
-        "an honest server adds the noise once to every sum and drops the un-noised sum at once",
+        HONEST_SERVER,
         *_sampling_assumptions(event, simulated),
         *_schedule_assumptions(settings, event),
         *_relation_assumptions(event),
     ]
     assumptions += _adaptive_assumptions(settings)
-    if settings.federation.on_missing == "skip":
-        assumptions.append(
-            "availability independent of data: federation.on_missing=skip shows which rounds had "
-            "no answer"
-        )
+    assumptions += _skip_assumptions(settings)
     unit, relation = PrivacyUnit.CLIENT, event.relation
     return [
         _row(unit, View.OBSERVER, relation, event, *assumptions, _floating_point(event)),
         _row(unit, View.SERVER, relation, None, "the server sees clipped updates without noise"),
+    ]
+
+
+def _skip_assumptions(settings: Settings) -> list[str]:
+    if settings.federation.on_missing != "skip":
+        return []
+    return [
+        "availability independent of data: federation.on_missing=skip shows which rounds had "
+        "no answer"
     ]
 
 
@@ -232,10 +240,15 @@ def _distributed_rows(settings: Settings, event: PrivacyEvent, shares: NoiseShar
 
 
 def _record_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> list[Row]:
-    """Returns the rows of record-level training: the same for both views by post-processing."""
+    """Returns the rows of record-level training: the same for both views by post-processing.
+
+    Where the server adds the noise there is one for the OBSERVER only.
+    """
+    central = event.view is View.OBSERVER
     assumptions = [
         DISJOINT,
         "every client runs this program, and batch rate, local steps and nominal rows are public",
+        *([HONEST_SERVER] if central else []),
         _asked(settings, "a record's client") + "; no credit is taken for the sampling of clients",
         ONCE,
     ]
@@ -244,8 +257,15 @@ def _record_rows(settings: Settings, event: PrivacyEvent, simulated: bool) -> li
             "amplification by Poisson batches: which rows are in a batch stays hidden"
         )
         assumptions += _stream_assumptions(simulated, "batches")
-    after = "the released models are computed from what the server sees (post-processing)"
     unit, relation, smooth = PrivacyUnit.RECORD, event.relation, _floating_point(event)
+    if central:
+        bare = "the server sees each client's sum of clipped gradients without noise"
+        assumptions += _skip_assumptions(settings)
+        return [
+            _row(unit, View.OBSERVER, relation, event, *assumptions, smooth),
+            _row(unit, View.SERVER, relation, None, bare),
+        ]
+    after = "the released models are computed from what the server sees (post-processing)"
     return [
         _row(unit, View.SERVER, relation, event, *assumptions, smooth),
         _row(unit, View.OBSERVER, relation, event, after, *assumptions, smooth),

@@ -13,9 +13,10 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from fl_app import checks, noise_schedule
-from fl_app.clipping import clip_l1, clip_l2, l1_norm, l2_norm
+from fl_app import checks, layers, noise_schedule
+from fl_app.clipping import clip_l1, clip_l2, clip_layers, l1_norm, l2_norm, split_layers
 from fl_app.errors import PrivacyError
+from fl_app.layers import FLAT, PER_LAYER, LayerShares
 from fl_app.noise_schedule import CONSTANT, NoiseSchedule
 from fl_app.plugins import CohortSize, Mechanism
 from fl_app.privacy import NoiseKind, Placement
@@ -58,6 +59,13 @@ class AdditiveMechanism(Mechanism):
         clipping_learning_rate: eta: C is multiplied by exp(-eta (share within - gamma)) each round.
         count_noise_std: scale of one noise on the count of updates within C; None: a twentieth of
             the expected cohort, and at least twice z, which makes z_u 3 % larger than z.
+        clipping: flat, one norm over all parameters; or per_layer, a norm for each layer. These
+            combine to C, see `fl_app.layers`.
+        layer_norms: per_layer: the norm of each layer up to a common factor; None: all equal.
+        layer_noise: the noise scale of each layer up to a common factor; None: z C everywhere.
+            Whatever they are, a release is one of multiplier z.
+        layer_sizes: how many parameters each layer has, in order; None: one layer for each
+            parameter tensor of the model. No guarantee depends on whether they are the model's.
     """
 
     noise_multiplier: float | None
@@ -66,6 +74,10 @@ class AdditiveMechanism(Mechanism):
     target_quantile: float | None = None
     clipping_learning_rate: float = 0.2
     count_noise_std: float | None = None
+    clipping: str = FLAT
+    layer_norms: tuple[float, ...] | None = None
+    layer_noise: tuple[float, ...] | None = None
+    layer_sizes: tuple[int, ...] | None = None
 
     noise_kind: ClassVar[NoiseKind]
 
@@ -79,6 +91,62 @@ class AdditiveMechanism(Mechanism):
         checks.rate("mechanism.clipping_learning_rate", self.clipping_learning_rate)
         if self.count_noise_std is not None:
             checks.positive("mechanism.count_noise_std", self.count_noise_std)
+        layers.check("mechanism", self.clipping, self.layer_norms, self.layer_noise)
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        if self._in_layers and self.target_quantile is not None:
+            raise checks.fail(
+                "mechanism.target_quantile",
+                self.target_quantile,
+                "adaptive clipping follows one norm over all layers, under one noise",
+                f"set it null, or mechanism.clipping={FLAT} and mechanism.layer_noise=null",
+            )
+        if self.layer_sizes is None:
+            return
+        if not self._in_layers:
+            raise checks.fail(
+                "mechanism.layer_sizes",
+                f"(list of {len(self.layer_sizes)})",
+                "no key of this mechanism goes by layers",
+                f"set mechanism.clipping={PER_LAYER}, or layer_sizes=null",
+            )
+        for number, size in enumerate(self.layer_sizes):
+            checks.at_least(f"mechanism.layer_sizes[{number}]", size, 1)
+        layers.check_number("mechanism", len(self.layer_sizes), self.layer_norms, self.layer_noise)
+
+    @property
+    def _in_layers(self) -> bool:
+        return self.clipping == PER_LAYER or self.layer_noise is not None
+
+    def with_layers(self, layer_sizes: tuple[int, ...]) -> Self:
+        """Returns the mechanism with the model's layers filled in, if it goes by layers.
+
+        Raises:
+            SettingsError: a list has not one number for each layer.
+        """
+        if not self._in_layers or self.layer_sizes is not None:
+            return self
+        return replace(self, layer_sizes=layer_sizes)
+
+    def check_run(self, noise_multiplier: float, num_parameters: int, cohort: CohortSize) -> None:
+        """Raises SettingsError if the layers are not those of a model of P parameters."""
+        sizes = self.layer_sizes
+        if sizes is not None and num_parameters not in (0, sum(sizes)):
+            raise checks.fail(
+                "mechanism.layer_sizes",
+                f"(list of {len(sizes)})",
+                f"adds up to {sum(sizes)} parameters, the model has {num_parameters}",
+                "set null for one layer for each parameter tensor",
+            )
+
+    def facts(
+        self, noise_multiplier: float, num_parameters: int, cohort: CohortSize
+    ) -> dict[str, str]:
+        """Returns how norm and noise are spread over layers, if they are."""
+        if self.layer_sizes is None:
+            return {}
+        return {"client-level layers": layers.described(self._shares())}
 
     @property
     def num_counts(self) -> int:
@@ -139,7 +207,11 @@ class AdditiveMechanism(Mechanism):
         [P], or [P + 1] with the count's coordinate last.
         """
         laplace, norm = self.noise_kind is NoiseKind.LAPLACE, ordered_clipping_norm(order)
-        clipped_P = (clip_l1 if laplace else clip_l2)(update.delta_P, norm)
+        clip = clip_l1 if laplace else clip_l2
+        if self.clipping == PER_LAYER:
+            norms = [norm * share for share in self._shares().norms or ()]
+            return clip_layers(update.delta_P, self._sizes(), norms, clip)
+        clipped_P = clip(update.delta_P, norm)
         if self.target_quantile is None:
             return clipped_P
         length = (l1_norm if laplace else l2_norm)(update.delta_P)
@@ -158,8 +230,22 @@ class AdditiveMechanism(Mechanism):
             raise PrivacyError("mechanism.count_noise_std=null: must be a number by now")
         return self.count_noise_std
 
+    def _sizes(self) -> tuple[int, ...]:
+        if self.layer_sizes is None:
+            raise PrivacyError("mechanism.layer_sizes=null: must be the model's by now")
+        return self.layer_sizes
+
+    def _shares(self) -> LayerShares:
+        sizes = self._sizes()
+        return layers.shares_of(
+            self.noise_kind, len(sizes), self.clipping, self.layer_norms, self.layer_noise
+        )
+
     def _noise_scale(self, order: RoundOrder) -> float:
-        """Returns z C, or z_u C with adaptive clipping: the scale of every coordinate's noise."""
+        """Returns z C, or z_u C with adaptive clipping: the scale of every coordinate's noise.
+
+        With noise by layers it is the scale that all of them together cost as much as.
+        """
         if order.noise_multiplier is None:
             raise PrivacyError("order.noise_multiplier=null: must be a number; 0 for no noise")
         return self.update_multiplier(order.noise_multiplier) * ordered_clipping_norm(order)
@@ -168,7 +254,13 @@ class AdditiveMechanism(Mechanism):
         """Adds this round's noise to every coordinate of `vector` in place."""
         laplace = self.noise_kind is NoiseKind.LAPLACE
         add = noise.add_laplace if laplace else noise.add_gaussian
-        add(vector, self._noise_scale(order))
+        scale = self._noise_scale(order)
+        if self.layer_noise is None:
+            add(vector, scale)
+            return
+        parts = split_layers(vector, self._sizes())
+        for part, share in zip(parts, self._shares().noises or (), strict=True):
+            add(part, scale * share)
 
     def _mean(
         self, total: CohortSum, order: RoundOrder, expected_cohort: float, num_noises: float

@@ -83,6 +83,11 @@ def num_parameters(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in _trainable(network))
 
 
+def layer_sizes(network: nn.Module) -> tuple[int, ...]:
+    """Returns the size of each trainable parameter tensor, in the order of flat vectors."""
+    return tuple(parameter.numel() for parameter in _trainable(network))
+
+
 def flat_parameters(network: nn.Module) -> FloatVector:
     """Returns a float32 copy [P] of the trainable parameters."""
     vector_P = np.empty(num_parameters(network), dtype=np.float32)

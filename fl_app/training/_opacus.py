@@ -2,7 +2,7 @@
 
 Layers with a rule in `_fast_gradients` do without Opacus' hooks.
 
-Shape letters: B rows of a batch, P parameters.
+Shape letters: B rows of a batch, P parameters, L parameter tensors (layers).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
@@ -21,9 +22,10 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from fl_app.errors import ModelError
+from fl_app.layers import LayerShares
 from fl_app.privacy import NoiseKind
 from fl_app.rng import NoiseSource
-from fl_app.stages import InputSpec
+from fl_app.stages import FloatVector, InputSpec
 from fl_app.training._fast_gradients import (
     SampleGradients,
     fast_forward,
@@ -40,6 +42,8 @@ _REFUSED = "model: cannot be trained with per-sample gradients"
 _WAY_OUT = "replace that layer, or choose training=sgd with a client-level mechanism"
 _MARGIN = 1 - 2.0**-20
 """Clipped gradients end this much below C, so that float32 does not lift them over it."""
+ONE_NORM = LayerShares(norms=None, noises=None)
+"""One norm over all layers, the same noise in each."""
 _PROBE_ROWS = 2
 _PROBE_SEED = 0
 
@@ -230,7 +234,8 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
     Guarantee:
         Each step's gradient is (sum of per-sample gradients, each of norm <= C up to float32
         rounding, + noise of scale z C from `noise`) / `denominator`. RECORD, ADD_OR_REMOVE_ONE.
-        GAUSSIAN: the L2 norm, std z C. LAPLACE: the L1 norm, scale b = z C.
+        GAUSSIAN: the L2 norm, std z C. LAPLACE: the L1 norm, scale b = z C. With `layers` each
+        layer has its own norm and noise, which cost the same together (`fl_app.layers`).
         torch's generators are not touched. The un-noised sum is dropped when the noise is in.
         - a per-sample gradient with a NaN, an infinity or an overflowing norm: zero;
         - an empty batch: noise alone, counted;
@@ -250,6 +255,7 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
         denominator: float,
         noise: NoiseSource,
         kind: NoiseKind = NoiseKind.GAUSSIAN,
+        layers: LayerShares = ONE_NORM,
     ) -> None:
         super().__init__(
             optimizer,
@@ -262,6 +268,7 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
         self.num_rows = 0
         self._noise = noise
         self._kind = kind
+        self._layers = layers
 
     @property
     def grad_samples(self) -> list[SampleGradients]:
@@ -272,23 +279,33 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
         """Adds the clipped per-sample gradients of this (part of a) batch to the sum."""
         grads = self.grad_samples
         order = 1 if self._kind is NoiseKind.LAPLACE else 2
-        norms = [g.norms(order) for g in grads]
-        norms_B = vector_norm(torch.stack(norms, dim=1), order, dim=1)
-        bound = self.max_grad_norm * _MARGIN
-        factors_B = (bound / norms_B).clamp(max=1.0)
+        norms_BL = torch.stack([g.norms(order) for g in grads], dim=1)
+        norms_B = vector_norm(norms_BL, order, dim=1)
+        factors_BL = self._factors(norms_BL, norms_B)
         single = torch.finfo(torch.float32)
         # A factor below float32's normal numbers has too few digits to hold the bound.
-        broken_B = ~(norms_B <= single.max) | (factors_B < single.tiny)
+        broken_B = ~(norms_B <= single.max) | (factors_BL < single.tiny).any(dim=1)
         if bool(broken_B.any()):
-            factors_B[broken_B] = 0.0
+            factors_BL[broken_B] = 0.0
             # 0 * NaN is NaN, so the rows themselves are zeroed too.
             grads = [g.without(broken_B) for g in grads]
-        for parameter, grad in zip(self.params, grads, strict=True):
+        for parameter, grad, factors_B in zip(
+            self.params, grads, factors_BL.unbind(1), strict=True
+        ):
             clipped = grad.weighted_sum(factors_B)
             if parameter.summed_grad is None:
                 parameter.summed_grad = clipped
             else:
                 parameter.summed_grad += clipped
+
+    def _factors(self, norms_BL: torch.Tensor, norms_B: torch.Tensor) -> torch.Tensor:
+        """Returns what each layer [L] of each row's gradient is multiplied with [B, L]."""
+        bound: float = self.max_grad_norm * _MARGIN
+        if self._layers.norms is None:
+            factors_B = (bound / norms_B).clamp(max=1.0)
+            return factors_B[:, None].repeat(1, norms_BL.shape[1])
+        bounds_L = bound * norms_BL.new_tensor(self._layers.norms)
+        return (bounds_L / norms_BL).clamp(max=1.0)
 
     def add_noise(self) -> None:
         """Turns the sum into the noised gradient; one noise vector [P] serves all parameters."""
@@ -303,6 +320,14 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
             parameter.summed_grad = None
         self.num_noisy_steps += 1
 
+    def take_sum(self) -> FloatVector:
+        """Returns the clipped sum [P] *without noise*, and keeps nothing of it."""
+        parts = [p.summed_grad.reshape(-1).float().cpu().numpy() for p in self.params]
+        for parameter in self.params:
+            parameter.summed_grad = None
+        sum_P: FloatVector = np.concatenate(parts)
+        return sum_P
+
     def scale_grad(self) -> None:
         """Divides by the public denominator, whatever the batch held."""
         for parameter in self.params:
@@ -311,5 +336,6 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
     def _draw(self, sizes: list[int], scale: float) -> tuple[torch.Tensor, ...]:
         laplace = self._kind is NoiseKind.LAPLACE
         drawn_P = (self._noise.laplace if laplace else self._noise.gaussian)(sum(sizes))
-        drawn_P *= scale
+        shares = self._layers.noises
+        drawn_P *= scale if shares is None else np.repeat(np.multiply(shares, scale), sizes)
         return torch.split(torch.from_numpy(drawn_P).float(), sizes)
