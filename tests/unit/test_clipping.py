@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fl_app.clipping import clip_l2, l2_norm
+from fl_app.clipping import clip_l2, is_finite, l2_norm
 from fl_app.errors import PrivacyError
 
 
@@ -76,3 +76,12 @@ def test_a_bound_that_bounds_nothing_is_refused(clipping_norm: float) -> None:
 def test_norm_over_several_blocks_equals_the_exact_one() -> None:
     vector = np.random.default_rng(0).normal(size=200_001).astype(np.float32)
     assert l2_norm(vector) == pytest.approx(exact_norm(vector), rel=1e-12)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 8191, 8192, 19_999])
+def test_one_element_that_is_not_finite_is_found_in_every_block(value: float, place: int) -> None:
+    vector = np.zeros(20_000, np.float32)
+    assert is_finite(vector)
+    vector[place] = value
+    assert not is_finite(vector)
