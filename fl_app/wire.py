@@ -8,11 +8,14 @@ weight: nothing measured on data (rule 12).
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -213,7 +216,7 @@ def read_train_reply(message: Message) -> ProtectedUpdate | NodeFailure:
     if config.get(ERROR):
         return NodeFailure(code=str(config.get(CODE, FAILED)), text=str(config[ERROR]))
     try:
-        vector_P = message.content.array_records[UPDATE][VECTOR].numpy()
+        vector_P = _vector(message.content.array_records[UPDATE][VECTOR])
         weight = config[WEIGHT]
         modulus = _int(config[MODULUS]) if MODULUS in config else None
         types = (np.float32, np.float64) if modulus is None else (np.int64,)
@@ -232,6 +235,21 @@ def read_train_reply(message: Message) -> ProtectedUpdate | NodeFailure:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"train reply: {type(error).__name__} {error}") from error
+
+
+def _vector(array: Array) -> npt.NDArray[Any]:
+    """Returns the array as a read-only view of its own bytes; `Array.numpy` would copy them.
+
+    Raises:
+        ValueError: not an array of numbers, or of another size than it says.
+    """
+    if array.stype != "numpy.ndarray":
+        raise ValueError(f"stype {array.stype}")
+    stream = io.BytesIO(array.data)  # shares the bytes
+    if (version := np.lib.format.read_magic(stream)) != (1, 0):
+        raise ValueError(f"npy version {version}")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    return np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape)
 
 
 def is_simulation(grid: Grid) -> bool:

@@ -27,6 +27,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fl_app import rng, wire
 from fl_app.accounting.ledger import Ledger
 from fl_app.accounting.plan import PrivacyPlan
+from fl_app.clipping import is_finite
 from fl_app.errors import FederationError, PrivacyError, ProtocolError
 from fl_app.privacy import PrivacyUnit, Sampling
 from fl_app.settings import Settings
@@ -220,6 +221,7 @@ class DPFedAvg(Strategy):
         skip = self.settings.federation.on_missing == "skip" and total.num_answered == 0
         if not skip and self._can_release(total):
             self._release_and_step(current, total)
+        del total, updates  # before the new model is written out: it may be large
         return self._to_arrays(self.parameters_P.astype(np.float32)), None
 
     def configure_evaluate(
@@ -308,7 +310,7 @@ class DPFedAvg(Strategy):
             raise ProtocolError(f"node {node}: the update has the wrong size")
         if update.modulus != self.settings.mechanism.modulus:
             raise ProtocolError(f"node {node}: the update has the wrong modulus")
-        if not np.isfinite(update.vector_P).all():
+        if not is_finite(update.vector_P):
             raise ProtocolError(f"node {node}: the update is not finite")
         uniform = self.settings.federation.weighting == "uniform"
         if not (np.isfinite(update.weight) and update.weight >= 0):

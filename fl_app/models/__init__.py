@@ -90,9 +90,10 @@ def layer_sizes(network: nn.Module) -> tuple[int, ...]:
 
 def flat_parameters(network: nn.Module) -> FloatVector:
     """Returns a float32 copy [P] of the trainable parameters."""
-    vector_P = np.empty(num_parameters(network), dtype=np.float32)
+    parameters = list(_trainable(network))
+    vector_P = np.empty(sum(p.numel() for p in parameters), dtype=np.float32)
     start = 0
-    for parameter in _trainable(network):
+    for parameter in parameters:
         stop = start + parameter.numel()
         vector_P[start:stop] = parameter.detach().reshape(-1).float().cpu().numpy()
         start = stop
@@ -106,15 +107,16 @@ def set_flat_parameters(network: nn.Module, vector_P: FloatVector) -> None:
     Raises:
         ModelError: the vector belongs to another network.
     """
-    expected = (num_parameters(network),)
+    parameters = list(_trainable(network))
+    expected = (sum(p.numel() for p in parameters),)
     if vector_P.shape != expected:
         raise ModelError(
             f"parameters: got shape {tuple(vector_P.shape)}, this network has {expected}; "
             "use the same model and dataset on both sides"
         )
-    source = torch.from_numpy(np.array(vector_P, dtype=np.float32))
+    source = torch.from_numpy(np.require(vector_P, np.float32, ["C", "W"]))
     start = 0
-    for parameter in _trainable(network):
+    for parameter in parameters:
         stop = start + parameter.numel()
         parameter.copy_(source[start:stop].view_as(parameter))
         start = stop

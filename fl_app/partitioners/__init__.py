@@ -24,7 +24,7 @@ def client_rows(
     seed: int,
     *,
     groups: IndexVector | None = None,
-) -> list[IndexVector]:
+) -> Sequence[IndexVector]:
     """Returns the sorted row numbers of each client, read-only; every row belongs to one client.
 
     The same in every process for the same arguments; the last splits of this process are kept.
@@ -46,15 +46,17 @@ def client_rows(
     column = labels
     if partitioner.by == "groups":
         column = _existing_groups(partitioner, groups)
-    flat = np.ascontiguousarray(column, dtype=np.int64)
-    if population > len(flat):
+    if population > len(column):
         raise checks.fail(
             "federation.population",
             population,
             "must not exceed the number of training rows",
             "lower it or choose a larger dataset",
         )
-    return list(_split(partitioner, flat.tobytes(), population, seed))
+    if isinstance(column, np.memmap) and not column.flags.writeable:
+        # Rows of a file that is never changed: asked for client by client, so not read again.
+        return _split_same(partitioner, _Same(column), population, seed)
+    return _split(partitioner, _content(column), population, seed)
 
 
 def _existing_groups(partitioner: Partitioner, groups: IndexVector | None) -> IndexVector:
@@ -68,7 +70,7 @@ def _existing_groups(partitioner: Partitioner, groups: IndexVector | None) -> In
     return groups
 
 
-def split_of(settings: Settings, data: LoadedData) -> list[IndexVector]:
+def split_of(settings: Settings, data: LoadedData) -> Sequence[IndexVector]:
     """Returns `client_rows` of a run: its partition, population and seed over its training rows."""
     return client_rows(
         settings.partition,
@@ -77,6 +79,30 @@ def split_of(settings: Settings, data: LoadedData) -> list[IndexVector]:
         settings.run.seed,
         groups=data.train.groups,
     )
+
+
+class _Same:
+    """Compares as the very array that it holds, not by content."""
+
+    def __init__(self, column: IndexVector) -> None:
+        self.column = column
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.column is self.column
+
+    def __hash__(self) -> int:
+        return id(self.column)
+
+
+@functools.lru_cache(maxsize=4)
+def _split_same(
+    partitioner: Partitioner, same: _Same, population: int, seed: int
+) -> tuple[IndexVector, ...]:
+    return _split(partitioner, _content(same.column), population, seed)
+
+
+def _content(column: IndexVector) -> bytes:
+    return np.ascontiguousarray(column, dtype=np.int64).tobytes()
 
 
 @functools.lru_cache(maxsize=4)

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from fl_app.clipping import is_finite
 from fl_app.errors import ProtocolError
 from fl_app.plugins import Protection
 from fl_app.stages import (
@@ -94,7 +95,7 @@ class NoProtection(Protection):
 
 def _is_acceptable(update: ProtectedUpdate) -> bool:
     sound = math.isfinite(update.weight) and update.weight >= 0
-    return sound and bool(np.isfinite(update.vector_P).all())
+    return sound and is_finite(update.vector_P)
 
 
 def _check_size(shape: tuple[int, ...], num_parameters: int) -> None:

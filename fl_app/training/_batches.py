@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from fl_app.stages import IndexVector, Table
 
@@ -34,6 +35,27 @@ def fetch(
     inputs = table.transform(stored)
     labels = torch.from_numpy(np.array(table.labels[rows], dtype=np.int64))
     return [inputs.to(device), labels.to(device)]
+
+
+def channels_last(images: Tensor) -> Tensor:
+    """Returns `images` with the channels innermost; a convolution then hands them on so."""
+    images = images.contiguous(memory_format=torch.channels_last)
+    _, channels, height, width = images.shape
+    # One channel leaves the order open, and torch would read it as channels outermost.
+    strides = (height * width * channels, 1, width * channels, channels)
+    return images.as_strided(images.shape, strides)
+
+
+def laid_out(inputs: Tensor, model: nn.Module) -> Tensor:
+    """Returns `inputs` [B, ...] in the memory order that `model` takes least time with.
+
+    On the CPU that is images with the channels innermost, but not before a group normalization.
+    """
+    if inputs.dim() != 4 or inputs.device.type != "cpu":
+        return inputs
+    if any(isinstance(module, nn.GroupNorm) for module in model.modules()):
+        return inputs
+    return channels_last(inputs)
 
 
 def decayed(learning_rate: float, decay: float, round: int) -> float:

@@ -29,6 +29,7 @@ from torch.nn import functional
 from torch.nn.grad import conv2d_input
 
 from fl_app.errors import ModelError
+from fl_app.training._batches import channels_last
 
 _CACHED = 2**18
 """Numbers of unfolded input that are multiplied at a time: 1 MiB, so that they stay in a cache."""
@@ -247,15 +248,6 @@ def _is_padded_before(layer: nn.Conv2d) -> bool:
     return isinstance(layer.padding, str) or layer.padding_mode != "zeros"
 
 
-def _channels_last(images: Tensor) -> Tensor:
-    """Returns `images` with the channels innermost; a convolution then hands them on so."""
-    images = images.contiguous(memory_format=torch.channels_last)
-    _, channels, height, width = images.shape
-    # One channel leaves the order open, and torch would read it as channels outermost.
-    strides = (height * width * channels, 1, width * channels, channels)
-    return images.as_strided(images.shape, strides)
-
-
 class _MaxPool2x2(torch.autograd.Function):
     """``functional.max_pool2d(x, 2)`` by comparing columns, then rows, without an index for each.
 
@@ -265,7 +257,7 @@ class _MaxPool2x2(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = _channels_last(x)
+        x = channels_last(x)
         columns = torch.maximum(*_halves(x, 3))
         ctx.save_for_backward(x, columns)
         return torch.maximum(*_halves(columns, 2))
@@ -274,7 +266,7 @@ class _MaxPool2x2(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         x, columns = ctx.saved_tensors
-        return _to_larger(_to_larger(_channels_last(grad), columns, 2), x, 3)
+        return _to_larger(_to_larger(channels_last(grad), columns, 2), x, 3)
 
 
 def _halves(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
@@ -370,11 +362,11 @@ def _conv2d(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
 def _conv2d_before_pool(layer: nn.Conv2d, x: Tensor) -> Tensor:
     """As `_conv2d`, with the channels innermost on the CPU, where `_MaxPool2x2` needs them."""
-    return _conv2d(layer, _channels_last(x) if x.device.type == "cpu" else x)
+    return _conv2d(layer, channels_last(x) if x.device.type == "cpu" else x)
 
 
 def _plain_conv2d_before_pool(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    return nn.Conv2d.forward(layer, _channels_last(x) if x.device.type == "cpu" else x)
+    return nn.Conv2d.forward(layer, channels_last(x) if x.device.type == "cpu" else x)
 
 
 def _max_pool2d(layer: nn.MaxPool2d, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_app.errors import DataError
 from fl_app.stages import IndexVector, Table
-from fl_app.training._batches import fetch
+from fl_app.training._batches import fetch, laid_out
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def evaluate(
     margins: list[torch.Tensor] = []
     for start in range(0, num_rows, batch_size):
         inputs, labels = fetch(table, slice(start, start + batch_size), device)
-        logits = model(inputs)
+        logits = model(laid_out(inputs, model))
         correct += int((logits.argmax(dim=1) == labels).sum())
         loss += float(cross_entropy(logits.float(), labels, reduction="sum"))
         if logits.shape[1] == 2:

@@ -17,7 +17,7 @@ from fl_app.models import flat_parameters
 from fl_app.plugins import Training, TrainingJob
 from fl_app.privacy import PrivacyEvent
 from fl_app.stages import ClientPartition, IndexVector, LocalUpdate
-from fl_app.training._batches import decayed, fetch, torch_stream
+from fl_app.training._batches import decayed, fetch, laid_out, torch_stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,9 @@ class Sgd(Training):
 
     def train(self, model: nn.Module, partition: ClientPartition, job: TrainingJob) -> LocalUpdate:
         """Trains `model` in place and returns local minus global; the update is private data."""
-        model.to(job.device).train()
+        if next(model.parameters()).device != job.device:
+            model.to(job.device)
+        model.train()
         before_P = flat_parameters(model)
         optimizer = torch.optim.SGD(
             [p for p in model.parameters() if p.requires_grad],
@@ -74,7 +76,8 @@ class Sgd(Training):
             for rows in self._batches(partition.rows, job.batches):
                 inputs, labels = fetch(partition.table, rows, job.device, job.batches)
                 optimizer.zero_grad(set_to_none=True)
-                cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+                loss = cross_entropy(model(laid_out(inputs, model)), labels)
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return LocalUpdate(

@@ -9,6 +9,7 @@ import numpy as np
 from fl_app import checks
 from fl_app.plugins import ServerOptimizer
 from fl_app.stages import DoubleVector
+from strategies.server_optimizers._blocks import add_scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class ServerMomentum(ServerOptimizer):
         velocity_P = state["velocity"]
         velocity_P *= self.momentum
         velocity_P += mean_P
-        parameters_P += self.learning_rate * velocity_P
+        add_scaled(parameters_P, self.learning_rate, velocity_P)
 
 
 PLUGIN = ServerMomentum

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fl_app import checks
 from fl_app.plugins import ServerOptimizer
 from fl_app.stages import DoubleVector
+from strategies.server_optimizers._blocks import add_scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class ServerSgd(ServerOptimizer):
         self, parameters_P: DoubleVector, mean_P: DoubleVector, state: dict[str, DoubleVector]
     ) -> None:
         """Moves `parameters_P` in place."""
-        parameters_P += self.learning_rate * mean_P
+        add_scaled(parameters_P, self.learning_rate, mean_P)
 
 
 PLUGIN = ServerSgd

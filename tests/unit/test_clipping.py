@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fl_app.clipping import clip_l1, clip_l2, l1_norm, l2_norm
+from fl_app.clipping import clip_l1, clip_l2, is_finite, l1_norm, l2_norm
 from fl_app.errors import PrivacyError
 
 
@@ -113,3 +113,12 @@ def test_l1_edge_cases_are_those_of_l2() -> None:
     np.testing.assert_allclose(clip_l1(largest, 1.0), 1e-3, rtol=1e-6)
     with pytest.raises(PrivacyError, match="clipping_norm="):
         clip_l1(within, 0.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 8191, 8192, 19_999])
+def test_one_element_that_is_not_finite_is_found_in_every_block(value: float, place: int) -> None:
+    vector = np.zeros(20_000, np.float32)
+    assert is_finite(vector)
+    vector[place] = value
+    assert not is_finite(vector)

@@ -196,3 +196,18 @@ def test_a_split_is_made_once_and_cannot_be_written_to() -> None:
         first[0][0] = 1
     client_rows(partitioner, np.array([1, 1, 1]), 2, 0)
     assert partitioner.calls == [0, 0]
+
+
+def test_labels_of_a_file_are_read_once_and_others_by_content(tmp_path: Path) -> None:
+    partitioner = Given(parts=((2, 0), (1,)), calls=[])
+    files = []
+    for name in ("one", "two"):
+        np.save(tmp_path / f"{name}.npy", np.array([1, 0, len(files)]))
+        files.append(np.load(tmp_path / f"{name}.npy", mmap_mode="r"))
+    first, second = (client_rows(partitioner, file, 2, 0) for file in files)
+    assert partitioner.calls == [0, 0]
+    assert client_rows(partitioner, files[0], 2, 0) is first
+    assert client_rows(partitioner, files[1], 2, 0) is second
+    assert client_rows(partitioner, np.array(files[0]), 2, 0) is first  # the same labels
+    client_rows(partitioner, files[0], 2, 1)
+    assert partitioner.calls == [0, 0, 1]

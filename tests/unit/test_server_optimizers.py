@@ -41,3 +41,10 @@ def test_adam_follows_fedadam_without_bias_correction() -> None:
     optimizer.step(parameters, mean, optimizer.start(3))
     expected = 0.1 * 0.1 * mean / (np.sqrt(0.99e-6 + 0.01 * mean**2) + 1e-3)
     np.testing.assert_allclose(parameters, expected, rtol=1e-12)
+
+
+def test_vectors_of_several_blocks_are_moved_as_a_whole() -> None:
+    mean = np.random.default_rng(0).normal(size=40_000)
+    parameters = np.ones(40_000)
+    ServerSgd(learning_rate=0.5).step(parameters, mean, {})
+    np.testing.assert_array_equal(parameters, 1 + 0.5 * mean)

@@ -18,6 +18,7 @@ from fl_app.plugins import Training, TrainingJob, Transform
 from fl_app.privacy import NeighboringRelation, NoiseKind, PrivacyUnit, Sampling, View
 from fl_app.rng import NoiseSource, stream
 from fl_app.stages import ClientPartition, LocalUpdate, Table
+from fl_app.training._batches import laid_out
 from fl_app.training.evaluate import evaluate
 
 CPU = torch.device("cpu")
@@ -555,3 +556,27 @@ def test_evaluation_without_rows_is_refused() -> None:
     table = Table(features=np.zeros((0, 3)), labels=np.zeros(0, np.int64), transform=Plain())
     with pytest.raises(DataError, match="test rows=0"):
         evaluate(known_scores(), table, CPU)
+
+
+def test_images_are_laid_out_with_channels_innermost_and_train_the_same() -> None:
+    torch.manual_seed(0)
+    convolution = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.Flatten())
+    images = torch.randn(5, 1, 8, 8)
+    laid = laid_out(images, convolution)
+    assert torch.equal(laid, images)
+    assert convolution[0](laid).is_contiguous(memory_format=torch.channels_last)
+    grads = []
+    for inputs in (images, laid):
+        convolution.zero_grad()
+        convolution(inputs).square().mean().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in convolution.parameters()]))
+    assert (grads[0] - grads[1]).norm() <= 1e-5 * grads[0].norm()
+
+
+def test_tables_and_images_before_a_group_normalization_stay_as_they_are() -> None:
+    normalized = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4))
+    for inputs, model in (
+        (torch.zeros(5, 7), nn.Linear(7, 2)),
+        (torch.zeros(1, 1, 8, 8), normalized),
+    ):
+        assert laid_out(inputs, model) is inputs

@@ -1,5 +1,7 @@
 """Messages: what goes in comes out, and nothing else is in them."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -128,3 +130,29 @@ def test_hello_round_trip() -> None:
     assert wire.read_hello_reply(wire.hello_reply(facts, hello)) == facts
     with pytest.raises(ProtocolError):
         wire.read_hello_reply(wire.train_reply(UPDATE, ask()))
+
+
+def test_a_reply_is_read_without_a_copy_and_cannot_be_written_to() -> None:
+    update = ProtectedUpdate(
+        round=1, clients=(0,), vector_P=np.arange(5, dtype=np.float32), weight=1.0
+    )
+    reply = wire.train_reply(update, ask())
+    got = wire.read_train_reply(reply)
+    assert isinstance(got, ProtectedUpdate)
+    np.testing.assert_array_equal(got.vector_P, update.vector_P)
+    sent = np.frombuffer(reply.content.array_records[wire.UPDATE]["vector"].data, np.uint8)
+    assert np.shares_memory(got.vector_P, sent)
+    assert not got.vector_P.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda data: data[:-3], lambda data: data + b"1234", lambda data: data[:20], lambda data: b""],
+)
+def test_spoiled_bytes_are_protocol_errors(spoil: Callable[[bytes], bytes]) -> None:
+    update = ProtectedUpdate(round=1, clients=(0,), vector_P=np.ones(5, np.float32), weight=1.0)
+    reply = wire.train_reply(update, ask())
+    array = reply.content.array_records[wire.UPDATE]["vector"]
+    array.data = spoil(array.data)
+    with pytest.raises(ProtocolError):
+        wire.read_train_reply(reply)

@@ -1,0 +1,65 @@
+"""Rounds as the strategy asks for them, without server state: cohort in, sum out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from flwr.serverapp import Grid
+from torch import nn
+
+from fl_app import rng, wire
+from fl_app.client_policy import home
+from fl_app.models import build_model
+from fl_app.settings import Settings
+from fl_app.stages import CohortSum, DoubleVector, LoadedData, ProtectedUpdate, RoundOrder
+
+
+def network(settings: Settings, data: LoadedData) -> nn.Module:
+    private = settings.training.private or settings.client_level
+    return build_model(settings.model, data.spec, seed=0, private=private).train()
+
+
+def order_of(settings: Settings, nominal_rows: int) -> RoundOrder:
+    """Returns the order of round 1; noise multipliers must be in the settings."""
+    return RoundOrder(
+        round=1,
+        clipping_norm=getattr(settings.mechanism, "clipping_norm", None),
+        noise_multiplier=getattr(settings.mechanism, "noise_multiplier", None),
+        training_noise_multiplier=getattr(settings.training, "noise_multiplier", None),
+        nominal_rows=nominal_rows,
+    )
+
+
+def summed(
+    grid: Grid, settings: Settings, model: nn.Module, order: RoundOrder, clients: Sequence[int]
+) -> CohortSum:
+    """Asks one node after another for its share of `clients` and returns the sum over all."""
+    nodes = sorted(grid.get_node_ids())
+    arrays, text = wire.model_record(model.state_dict()), settings.to_wire()
+    asked = {node: clients[p :: len(nodes)] for p, node in enumerate(nodes)}
+    messages = [
+        wire.train_message(node, arrays, text, order, share) for node, share in asked.items()
+    ]
+    updates = [wire.read_train_reply(reply) for reply in grid.send_and_receive(messages)]
+    total = 0
+    for update in updates:
+        assert isinstance(update, ProtectedUpdate), update
+        total += len(update.clients)
+    assert total == len(clients)
+    size = sum(p.numel() for p in model.parameters())
+    return settings.protection.combine(updates, size, order.round)  # type: ignore[arg-type]
+
+
+def released(total: CohortSum, settings: Settings, order: RoundOrder) -> DoubleVector:
+    """Returns the mean [P] that the server may use."""
+    noise = rng.noise_source("bench", seed=None)
+    return settings.mechanism.release(total, order, float(total.num_answered), noise).mean_P
+
+
+def relative_error(got_P: np.ndarray, expected_P: np.ndarray) -> float:
+    return float(np.linalg.norm(got_P - expected_P) / np.linalg.norm(expected_P))
+
+
+def load(settings: Settings) -> LoadedData:
+    return settings.dataset.load(data_path=None, cache_dir=home() / "cache")

@@ -1,0 +1,161 @@
+"""What the server does with the replies of a round for a model of 50 million parameters."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Message
+
+from fl_app import wire
+from fl_app.accounting.ledger import Ledger
+from fl_app.accounting.plan import make_plan
+from fl_app.engines.local import LocalGrid
+from fl_app.models import flat_parameters, set_flat_parameters
+from fl_app.overrides import compose
+from fl_app.stages import FloatVector, ProtectedUpdate
+from strategies.dp_fedavg import DPFedAvg
+from strategies.roster import Roster
+from tests.bench._core import Benchmark, Options
+from tests.bench._rounds import load, network
+from tests.bench._runs import resident
+
+COHORT, TIMED = 10, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregation(Benchmark):
+    """Time and peak memory from the replies to the message of the next round.
+
+    Attributes:
+        models: peak memory to stay below, in models of float32.
+        copies: time to stay below, in NumPy copies of one.
+    """
+
+    title: str
+    models: float
+    copies: float
+
+    def run(self, options: Options) -> dict[str, Any]:
+        hidden = "[20,20]" if options.tiny else "[7000,6300]"
+        with tempfile.TemporaryDirectory() as folder, _strategy(Path(folder), hidden) as server:
+            strategy, grid, arrays = server
+            size = strategy.parameters_P.size
+            rounds = 1 if options.tiny else min(TIMED, options.repeats)
+            update_P = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
+            seconds, copies, peaks = [], [], []
+            for number in range(1, rounds + 1):
+                messages = strategy.configure_train(number, arrays, ConfigRecord(), grid)
+                replies = _replies(list(messages), update_P, number)
+                start_P = strategy.parameters_P.copy()
+                copies.append(_copy_seconds(update_P))
+                before = _reset_peak()
+                start = time.process_time()
+                arrays, _ = strategy.aggregate_train(number, replies)  # type: ignore[assignment]
+                seconds.append(time.process_time() - start)
+                peaks.append(max(0, _peak() - before) / update_P.nbytes)
+                strategy._finish_round(None)
+                np.testing.assert_allclose(strategy.parameters_P - start_P, update_P, atol=1e-5)
+        ratio = statistics.median(seconds) / statistics.median(copies)
+        peak = statistics.median(peaks)
+        text = (
+            f"{size:,} parameters: {statistics.median(seconds):.2f} s, {ratio:.1f} copies (target "
+            f"<= {self.copies:g}), peak {peak:.2f} models (target <= {self.models:g}), process_time"
+        )
+        return {
+            "seconds": seconds,
+            "copy_seconds": copies,
+            "peak_models": peaks,
+            "ratio": ratio,
+            "text": text,
+        }
+
+
+@contextmanager
+def _strategy(folder: Path, hidden: str) -> Iterator[tuple[DPFedAvg, LocalGrid, Any]]:
+    settings = compose(
+        [
+            "dataset=synthetic",
+            "dataset.num_train=100",
+            "dataset.num_test=10",
+            "partition=iid",
+            "model=mlp",
+            f"model.hidden={hidden}",
+            "mechanism=central_gaussian",
+            "mechanism.noise_multiplier=0.001",
+            "mechanism.clipping_norm=0.000001",
+            "server_optimizer=sgd",
+            "privacy.target_epsilon=null",
+            f"federation.population={COHORT}",
+        ]
+    )
+    model = network(settings, load(settings))
+
+    def to_arrays(vector_P: FloatVector) -> Any:
+        set_flat_parameters(model, vector_P)
+        return wire.model_record(model.state_dict())
+
+    parameters_P = flat_parameters(model).astype(np.float64)
+    roster = Roster(settings.federation, settings.to_wire())
+    ledger = Ledger.create(folder / "ledger.sqlite", "bench")
+    try:
+        with LocalGrid(COHORT, 0) as grid:
+            roster.gather(grid)
+            plan = make_plan(settings, 10, num_parameters=parameters_P.size)
+            strategy = DPFedAvg(
+                settings=settings,
+                plan=plan,
+                ledger=ledger,
+                roster=roster,
+                parameters_P=parameters_P,
+                optimizer_state={},
+                to_arrays=to_arrays,
+                nominal_rows=10,
+            )
+            yield strategy, grid, to_arrays(parameters_P.astype(np.float32))
+    finally:
+        ledger.close()
+
+
+def _replies(messages: list[Message], update_P: FloatVector, number: int) -> list[Message]:
+    """Returns the same update from every node, one client each; they share its bytes."""
+    assert len(messages) == COHORT
+    replies: list[Message] = []
+    for message in messages:
+        clients = wire.read_train(message).clients
+        vector_P = update_P[:1] if replies else update_P
+        update = ProtectedUpdate(round=number, clients=clients, vector_P=vector_P, weight=1.0)
+        replies.append(wire.train_reply(update, message))
+        replies[-1].content[wire.UPDATE] = replies[0].content[wire.UPDATE]
+    return replies
+
+
+def _copy_seconds(vector: np.ndarray) -> float:
+    start = time.process_time()
+    vector.copy()
+    return time.process_time() - start
+
+
+def _reset_peak() -> int:
+    """Lets the system forget the most memory that was used; returns what is used now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return resident()
+
+
+def _peak() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+BENCHMARK = Aggregation(
+    title="server aggregation of 10 replies, 50 million parameters, noise included",
+    models=3.0,
+    copies=15.0,
+)
