@@ -1,13 +1,14 @@
-"""The classic experiments on MNIST at the claimed epsilons, against the accuracies of the original project.
+"""The classic experiments on MNIST at the claimed epsilons, against logged accuracies.
 
-    python -m tests.bench.accuracy_table --rows quick             # epsilon 1 and 10: an hour on two cores
+    python -m tests.bench.accuracy_table --rows quick      # epsilon 1 and 10: an hour, 2 cores
     python -m tests.bench.accuracy_table --rows all --readme
-    python -m tests.bench.accuracy_table --print-only             # the table of what was measured so far
-    python -m tests.bench.accuracy_table --seeds 1 --out FILE -- run.evaluate_on=validation dataset.validation_fraction=0.1
+    python -m tests.bench.accuracy_table --print-only      # what was measured so far
+    python -m tests.bench.accuracy_table --seeds 1 --out FILE -- run.evaluate_on=validation \\
+        dataset.validation_fraction=0.1
 
-Every run is one ``dpfl run``; finished ones are kept in --out and not run again. The settings are those of the
-``tuned_*`` experiments, chosen on validation rows; the last line above is how to choose others. A run reads the
-test rows once, after its last round.
+Every run is one ``dpfl run``; finished ones are kept in --out and not run again. The settings are
+those of the ``tuned_*`` experiments, chosen on validation rows; the last line above is how to
+choose others. A run reads the test rows once, after its last round.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ QUICK = (None, 1, 10)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what is missing and prints the table; 1 if a measured row is not above the logged one."""
+    """Runs what is missing and prints the table; 1 if a run is not above the logged accuracy."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", choices=("quick", "all"), default="quick")
     parser.add_argument("--only", default="", help="rows whose name has this text")
