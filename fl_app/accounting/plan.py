@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -84,6 +84,7 @@ class PrivacyPlan:
     mechanism_constants: Mapping[str, float]
     mechanism_facts: Mapping[str, str]
     warnings: tuple[str, ...]
+    _affordable: list[int] = field(init=False, repr=False, compare=False, default_factory=list)
 
     @property
     def bound_event(self) -> PrivacyEvent | None:
@@ -178,12 +179,23 @@ class PrivacyPlan:
         if self._as_planned(after, repeats, event):
             return True
         composed = self._composed(after, event, repeats)
-        return self._rdp_accepts(composed) or (
-            self._epsilon(self.accountant, composed) <= self.target_epsilon
-        )
+        if self._rdp_accepts(composed):
+            return True
+        affordable = self._planned(event, self.affordable_rounds())
+        if _contains(self._composed(affordable, event, _NO_REPEATS), composed):
+            return True
+        return self._epsilon(self.accountant, composed) <= self.target_epsilon
 
     def affordable_rounds(self) -> int:
-        """Returns how many of the planned rounds the target allows; all without a target."""
+        """Returns how many of the planned rounds the target allows; all without a target.
+
+        Searched for once: a tight accountant takes too long to be asked before every round.
+        """
+        if not self._affordable:
+            self._affordable.append(self._count_affordable_rounds())
+        return self._affordable[0]
+
+    def _count_affordable_rounds(self) -> int:
         event, target = self.bound_event, self.target_epsilon
         if event is None or target is None:
             return self.num_rounds

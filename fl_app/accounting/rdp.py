@@ -14,7 +14,7 @@ import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
 
 from fl_app.accounting.integers import integer_noise_rdp
-from fl_app.accounting.steps import fits, sensitivity_multiplier, step_counts
+from fl_app.accounting.steps import fits, refuse_noise, sensitivity_multiplier, step_counts
 from fl_app.errors import AccountingError
 from fl_app.plugins import Accountant
 from fl_app.privacy import NoiseKind, PrivacyEvent, Sampling
@@ -46,10 +46,7 @@ class Rdp(Accountant):
     def refusal(self, event: PrivacyEvent) -> str | None:
         """Returns None for Gaussian and integer noise whose sampling fits the relation."""
         if event.noise is NoiseKind.LAPLACE:
-            return (
-                f"cannot bound {event.noise} noise; set accountant=pld, or accountant=simple for "
-                "the sum of the single epsilons, or choose Gaussian noise"
-            )
+            return refuse_noise(event)
         return fits(event, integers=True)
 
     def epsilon(self, events: Mapping[PrivacyEvent, int], delta: float) -> float:
