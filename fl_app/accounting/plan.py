@@ -157,8 +157,8 @@ class PrivacyPlan:
     ) -> bool:
         """Returns whether one more round stays within the target; True without a target.
 
-        Cheap bounds may accept: the planned epsilon while no more than the whole run is charged,
-        and RDP. Only the run's own accountant refuses.
+        Cheap bounds may accept: the planned epsilon while no more is charged than the whole run, or
+        the affordable part of it, and RDP. Only the run's own accountant refuses.
 
         Args:
             counts: the rounds charged so far by event, as `Ledger.counts` gives them.
@@ -179,12 +179,12 @@ class PrivacyPlan:
         if self._as_planned(after, repeats, event):
             return True
         composed = self._composed(after, event, repeats)
-        if self._rdp_accepts(composed):
-            return True
         affordable = self._planned(event, self.affordable_rounds())
-        if _contains(self._composed(affordable, event, _NO_REPEATS), composed):
-            return True
-        return self._epsilon(self.accountant, composed) <= self.target_epsilon
+        return (
+            _contains(self._composed(affordable, event, _NO_REPEATS), composed)
+            or self._rdp_accepts(composed)
+            or self._epsilon(self.accountant, composed) <= self.target_epsilon
+        )
 
     def affordable_rounds(self) -> int:
         """Returns how many of the planned rounds the target allows; all without a target.
