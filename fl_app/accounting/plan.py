@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +27,8 @@ VALIDATION = (
     "are kept out of training, and no guarantee covers those rows; do not publish such a run if "
     "they are private"
 )
+_WEAK = 20.0
+_RARE = 0.01
 _NO_REPEATS: Mapping[PrivacyEvent, int] = MappingProxyType({})
 
 
@@ -447,9 +449,11 @@ class PrivacyPlan:
 
     def _law(self, unit: PrivacyUnit) -> str:
         """Returns what `unit`'s noise is and what its multiplier means."""
-        if self._noise_kind(unit) is NoiseKind.LAPLACE:
+        kind = self._noise_kind(unit)
+        if kind is NoiseKind.LAPLACE:
             return "laplace, scale = multiplier x L1 clipping norm"
-        return "gaussian, std = multiplier x L2 clipping norm"
+        whole = "" if kind is NoiseKind.GAUSSIAN else " of whole numbers, the fewest honest shares'"
+        return f"{kind}{whole}, std = multiplier x L2 clipping norm"
 
     def _step_noise_std(self) -> float | None:
         """Std of the record-level noise on one step's mean gradient."""
@@ -495,7 +499,7 @@ def make_plan(
     population = settings.federation.population
     batch_rate = getattr(settings.training, "batch_rate", None)
     known = batch_rate is not None and nominal_rows is not None and training_z is not None
-    return PrivacyPlan(
+    plan = PrivacyPlan(
         accountant=settings.accountant,
         cohort=settings.cohort,
         target_epsilon=settings.privacy.target_epsilon,
@@ -519,8 +523,43 @@ def make_plan(
         warnings=(
             *_warnings(settings, nominal_rows, mechanism_z, training_z),
             *_caveats(settings, rows, schedules),
+            *_small_cohorts(settings, mechanism),
         ),
     )
+    return replace(plan, warnings=(*plan.warnings, *_weak_rows(plan)))
+
+
+def _weak_rows(plan: PrivacyPlan) -> list[str]:
+    """Returns a warning for each row whose epsilon says little to a reader of the field.
+
+    Ponomareva et al. 2023 (arXiv:2303.00654, section 5.2) read an epsilon of at most 1 as strong
+    protection, of at most 10 as reasonable, and above as weak or none.
+    """
+    found = []
+    for row in plan.guarantees(plan.affordable_rounds()):
+        if row.epsilon is not None and row.epsilon > _WEAK:
+            found.append(
+                f"{row.name}: epsilon {row.shown_epsilon(3)} at delta {row.delta:g} protects "
+                "hardly: the field reads 1 as strong, up to 10 as reasonable, more as weak; raise "
+                "the noise multiplier, or lower privacy.target_epsilon or run.num_rounds"
+            )
+    return found
+
+
+def _small_cohorts(settings: Settings, mechanism: Mechanism) -> list[str]:
+    """Returns a warning if noticeably many rounds ask fewer clients than a release needs."""
+    needed: int | None = getattr(mechanism, "min_survivors", None)
+    if needed is None:
+        return []
+    chance = settings.cohort.probability_below(needed, settings.federation.population)
+    if chance < _RARE:
+        return []
+    return [
+        f"mechanism.min_survivors={needed}: a round asks fewer clients with probability "
+        f"{chance:.2g}, about {chance * settings.run.num_rounds:.3g} of {settings.run.num_rounds} "
+        "rounds even if everybody answers; such a round is charged and not released; lower "
+        "mechanism.min_survivors, raise cohort.sampling_rate, or choose cohort=fixed_size"
+    ]
 
 
 def _mechanism_of_run(
