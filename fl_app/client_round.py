@@ -86,8 +86,9 @@ def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
 
 
 def check_order(order: RoundOrder, settings: Settings) -> None:
-    """Refuses an order that asks for other noise or clipping than the settings say for its round.
+    """Refuses an order that asks for other noise, clipping or weights than the settings say.
 
+    Example weights would send a private row count along with a private update (rule 12).
     Of adaptive clipping a node can verify how far C can have moved by then, not the noised counts
     that moved it. What a round costs does not depend on C: its noise grows with it.
 
@@ -109,7 +110,11 @@ def check_order(order: RoundOrder, settings: Settings) -> None:
                 f"{key}={asked} asked in round {order.round}: the settings say {agreed}; "
                 "the node does not train"
             )
-
+    if order.weighting != settings.federation.weighting:
+        raise PrivacyError(
+            f"federation.weighting={order.weighting} asked in round {order.round}: the settings "
+            f"say {settings.federation.weighting}; the node does not train"
+        )
     _check_norm(order, settings.mechanism.clipping_norms(order.round))
 
 

@@ -34,16 +34,21 @@ def compose(overrides: Sequence[str]) -> Settings:
 
 def compose_mapping(overrides: Sequence[str]) -> dict[str, Any]:
     """Returns the plain nested values of ``conf/`` with Hydra `overrides` applied."""
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONF_DIR), version_base=None):
-            config = hydra_compose("config", overrides=list(overrides))
-            values = OmegaConf.to_container(config, resolve=True)
+        values = _hydra_values(overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error, overrides) from error
     if not isinstance(values, dict):
         raise SettingsError(f"{CONF_DIR}: config.yaml must be a mapping")
     return {str(k): v for k, v in values.items() if k != "experiment"}
+
+
+def _hydra_values(overrides: Sequence[str]) -> Any:
+    """Returns what Hydra composes; raises what Hydra raises."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF_DIR), version_base=None):
+        config = hydra_compose("config", overrides=list(overrides))
+        return OmegaConf.to_container(config, resolve=True)
 
 
 _REFUSED = ("$", "\\", "_target_")
@@ -104,7 +109,10 @@ def _explain(error: Exception, overrides: Sequence[str]) -> SettingsError:
 
 
 def _known_keys(overrides: Sequence[str]) -> list[str]:
-    """Returns every dotted key under the group choices in `overrides`, and every group name."""
+    """Returns every dotted key under the group choices in `overrides`, and every group name.
+
+    The names alone if the choices themselves cannot be composed.
+    """
 
     def walk(prefix: str, node: Any) -> list[str]:
         if not isinstance(node, Mapping):
@@ -112,5 +120,8 @@ def _known_keys(overrides: Sequence[str]) -> list[str]:
         return [k for name, sub in node.items() for k in walk(f"{prefix}.{name}", sub)]
 
     choices = [o for o in overrides if o.partition("=")[0] in _GROUPS]
-    keys = walk("", compose_mapping(choices))
+    try:
+        keys = walk("", _hydra_values(choices))
+    except (HydraException, OmegaConfBaseException):
+        keys = []
     return [k[1:] for k in keys] + [*plugins.PACKAGES, "experiment"]

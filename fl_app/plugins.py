@@ -247,6 +247,23 @@ class CohortSize:
     largest: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientRange:
+    """Clients with neighbouring numbers that are asked in the same rounds.
+
+    Attributes:
+        first: the first of them.
+        last: the last of them.
+        most: in how many rounds each of them can be asked.
+        rounds: which those are (from 1); None: any of them.
+    """
+
+    first: int
+    last: int
+    most: int
+    rounds: tuple[int, ...] | None = None
+
+
 class Mechanism(Plugin, Releaser):
     """Client-level privacy in two steps: bound the sensitivity, add noise where it belongs."""
 
@@ -351,6 +368,10 @@ class Cohort(Plugin):
         """
         return math.ceil(self.expected_size(population))
 
+    def probability_below(self, size: int, population: int) -> float:
+        """Returns the probability that a round asks fewer than `size` clients."""
+        return float(self.expected_size(population) < size)
+
     @abstractmethod
     def check(self, population: int) -> None:
         """Raises SettingsError if the sampler cannot work on `population` clients."""
@@ -375,6 +396,11 @@ class Cohort(Plugin):
         rounds differ in noise.
         """
         return None
+
+    def ranges(self, num_rounds: int, population: int) -> tuple[ClientRange, ...]:
+        """Returns in which rounds clients can be asked, every client in one range."""
+        most = self.max_participations(num_rounds, population)
+        return (ClientRange(first=0, last=population - 1, most=most),)
 
 
 class Accountant(Plugin):

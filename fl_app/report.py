@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fl_app.accounting.client_table import ClientRow, table_markdown
 from fl_app.privacy import Guarantee
 from fl_app.stages import HistoryRow
 
@@ -37,6 +38,7 @@ class RunReport:
         ledger_rows: number of its rows.
         seeded_noise: True stamps everything NOT PRIVATE.
         summary: public facts for the report's first lines, by label.
+        each_client: the bound guarantee client by client.
     """
 
     status: str
@@ -54,6 +56,7 @@ class RunReport:
     ledger_rows: int
     seeded_noise: bool
     summary: Mapping[str, str]
+    each_client: Sequence[ClientRow] = ()
 
     @property
     def private(self) -> bool:
@@ -74,6 +77,7 @@ class RunReport:
                 "epsilon_of": self.epsilon_of,
                 "seeded_noise": self.seeded_noise,
                 "guarantees": [guarantee_values(g) for g in self.guarantees],
+                "each_client": [row.to_json() for row in self.each_client],
                 "warnings": list(self.warnings),
             },
             "history": history_values(self.history),
@@ -94,6 +98,9 @@ class RunReport:
         lines += [f"- metrics: {self._metrics_text()}"]
         lines += [f"- ledger: {self.ledger_rows} releases charged, head `{self.ledger_head}`", ""]
         lines += ["## What was spent", "", *guarantee_table(self.guarantees, self.epsilon_of), ""]
+        if self.each_client:
+            lines += [f"### {self.epsilon_of}: every client", ""]
+            lines += [*table_markdown(self.each_client), ""]
         for guarantee in self.guarantees:
             lines += [f"### {guarantee.name}: assumptions", ""]
             lines += [f"- {text}" for text in guarantee.assumptions] + [""]

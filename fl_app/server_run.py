@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from fl_app import checks, report, wire
+from fl_app.accounting.client_table import client_table, table_lines
 from fl_app.accounting.ledger import Ledger
 from fl_app.accounting.node_charge import NodeCharge, planned_charge
 from fl_app.accounting.plan import PrivacyPlan, make_plan
@@ -232,7 +233,9 @@ def plan_of(
     settings = with_layers(settings, model)
     plan = make_plan(settings, rows, num_parameters=size)
     charge = planned_charge(plan)
+    table = client_table(plan, plan.charges(plan.affordable_rounds()), {})
     values = plan.to_json(size) | {
+        "each_client": [row.to_json() for row in table],
         "num_parameters": size,
         "nominal_rows": rows,
         "node_charge": charge.to_json(),
@@ -241,7 +244,7 @@ def plan_of(
     if (ratio := plan.signal_to_noise(size)) is not None:
         facts["signal to noise (clipping norm / norm of the noise)"] = f"{ratio:.3g}"
     lines = [f"{label}: {value}" for label, value in facts.items()]
-    lines += [_outlook(plan), _node_outlook(charge)]
+    lines += [_outlook(plan), *table_lines(table), _node_outlook(charge)]
     lines += [f"warning: {text}" for text in plan.warnings]
     if show_partition or plot_to is not None:
         counts = _simulated_histogram(settings, data)
@@ -468,6 +471,7 @@ class _ServerRun:
             ledger_rows=self.ledger.num_rows,
             seeded_noise=settings.run.seeded_noise,
             summary=self.plan.summary(),
+            each_client=client_table(self.plan, counts, self.ledger.repeats()),
         )
         self.directory.save_model(self.model.state_dict())
         self._save_metrics()

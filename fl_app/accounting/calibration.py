@@ -13,7 +13,8 @@ from fl_app.plugins import Accountant
 from fl_app.privacy import PrivacyEvent
 
 SMALLEST_NOISE_MULTIPLIER = 1e-2
-LARGEST_NOISE_MULTIPLIER = 1e5
+LARGEST_NOISE_MULTIPLIER = 1e3
+"""Of a calibrated run: with more noise nothing is learned, so its target is out of reach."""
 RELATIVE_TOLERANCE = 1e-4
 _LIMITS = (math.log(SMALLEST_NOISE_MULTIPLIER), math.log(LARGEST_NOISE_MULTIPLIER))
 _GUESS_TOLERANCE = 1e-3
@@ -47,7 +48,7 @@ def calibrate(
         delta: in (0, 1).
 
     Raises:
-        AccountingError: no noise multiplier up to 1e5 reaches the target, or an event is refused.
+        AccountingError: no noise multiplier up to 1000 reaches the target, or an event is refused.
     """
     if not (math.isfinite(target_epsilon) and target_epsilon > 0):
         raise AccountingError(
@@ -138,6 +139,6 @@ def _unreachable(accountant: Accountant, target_epsilon: float, delta: float) ->
     return (
         f"privacy.target_epsilon={target_epsilon}: not reached by accountant={accountant.kind} at "
         f"delta={delta} with any noise multiplier up to {LARGEST_NOISE_MULTIPLIER:g}; raise "
-        "privacy.target_epsilon or privacy.target_delta, or lower run.num_rounds or the sampling "
-        "rate"
+        "privacy.target_epsilon or privacy.target_delta, or lower run.num_rounds, the local steps "
+        "or the sampling rate"
     )

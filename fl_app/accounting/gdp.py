@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fl_app.accounting.simple import analytic_gaussian_epsilon
-from fl_app.accounting.steps import fits, sensitivity_multiplier, step_counts
+from fl_app.accounting.steps import fits, refuse_noise, sensitivity_multiplier, step_counts
 from fl_app.plugins import Accountant
 from fl_app.privacy import NoiseKind, PrivacyEvent, Sampling
 
@@ -28,7 +28,7 @@ class Gdp(Accountant):
     def refusal(self, event: PrivacyEvent) -> str | None:
         """Returns None for every Gaussian event without credit for sampling."""
         if event.noise is not NoiseKind.GAUSSIAN:
-            return f"bounds Gaussian noise only, not {event.noise}; set accountant=pld"
+            return refuse_noise(event)
         if event.sampling is Sampling.POISSON:
             return "has no bound for sampled steps; set accountant=pld"
         if event.sampling is Sampling.FIXED_SIZE:

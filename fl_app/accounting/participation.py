@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from fl_app.noise_schedule import CONSTANT, NoiseSchedule, level, levels
-from fl_app.plugins import Cohort
+from fl_app.plugins import ClientRange, Cohort
 from fl_app.privacy import PrivacyEvent, PrivacyUnit, Sampling
 
 
@@ -58,27 +58,65 @@ def composed(
     """
     charged = {e: count for e, count in counts.items() if e.unit is event.unit and count}
     first = {e: count - repeats.get(e, 0) for e, count in charged.items()}
-    asked = _asked(first, event, schedule, cohort, population)
+    num_rounds = sum(first.values())
+    most = cohort.max_participations(num_rounds, population)
+    turns = cohort.turns(num_rounds, population) if len(first) > 1 else None
+    asked = _asked(first, event, schedule, most, turns)
     total = {e: asked.get(e, 0) + charged[e] - first[e] for e in charged}
     return {e: count for e, count in total.items() if count}
+
+
+def by_requests(
+    counts: Mapping[PrivacyEvent, int],
+    repeats: Mapping[PrivacyEvent, int],
+    event: PrivacyEvent,
+    schedule: NoiseSchedule,
+    cohort: Cohort,
+    population: int,
+) -> dict[int, tuple[tuple[ClientRange, ...], dict[PrivacyEvent, int]]]:
+    """Returns the clients that can be asked equally often, and what is composed for them.
+
+    As `composed`, for those clients alone: no client costs more than what is composed for its row.
+    By the number of rounds, a round that was made again counted once.
+    """
+    charged = {e: count for e, count in counts.items() if e.unit is event.unit and count}
+    again = {e: repeats.get(e, 0) for e in charged}
+    first = {e: count - again[e] for e, count in charged.items()}
+    grouped: dict[int, list[ClientRange]] = {}
+    for part in cohort.ranges(sum(first.values()), population):
+        grouped.setdefault(part.most, []).append(part)
+    found = {}
+    for most, parts in sorted(grouped.items(), reverse=True):
+        known = tuple(part.rounds for part in parts if part.rounds is not None)
+        asked = _asked(first, event, schedule, most, known or None) if most else {}
+        total = {e: asked.get(e, 0) + (again[e] if most else 0) for e in charged}
+        found[most] = (tuple(parts), {e: count for e, count in total.items() if count})
+    return found
 
 
 def _asked(
     first: Mapping[PrivacyEvent, int],
     event: PrivacyEvent,
     schedule: NoiseSchedule,
-    cohort: Cohort,
-    population: int,
+    most: int,
+    turns: tuple[tuple[int, ...], ...] | None,
 ) -> Mapping[PrivacyEvent, int]:
-    """Returns how often each event is one client's, of rounds that were charged once each."""
+    """Returns how often each event is one client's, of rounds that were charged once each.
+
+    Args:
+        first: those rounds, by event.
+        event: what one round charges at level 1.
+        schedule: the levels of the rounds.
+        most: in how many of them one client can be asked.
+        turns: in which, see `Cohort.turns`.
+    """
     num_rounds = sum(first.values())
     amplified = event.unit is PrivacyUnit.CLIENT and event.sampling is not Sampling.NONE
-    most = num_rounds if amplified else cohort.max_participations(num_rounds, population)
-    if most >= num_rounds:
+    if amplified or most >= num_rounds:
         return first
     if len(first) > 1 and first == in_rounds(event, schedule, num_rounds):
         shape = levels(schedule, num_rounds)
-        return _counted(event, _worst(shape, most, cohort.turns(num_rounds, population)))
+        return _counted(event, _worst(shape, most, turns))
     return {e: min(count, most) for e, count in first.items()}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +27,8 @@ VALIDATION = (
     "are kept out of training, and no guarantee covers those rows; do not publish such a run if "
     "they are private"
 )
+_WEAK = 20.0
+_RARE = 0.01
 _NO_REPEATS: Mapping[PrivacyEvent, int] = MappingProxyType({})
 
 
@@ -88,6 +90,7 @@ class PrivacyPlan:
     mechanism_constants: Mapping[str, float]
     mechanism_facts: Mapping[str, str]
     warnings: tuple[str, ...]
+    _affordable: list[int] = field(init=False, repr=False, compare=False, default_factory=list)
 
     @property
     def bound_event(self) -> PrivacyEvent | None:
@@ -160,8 +163,8 @@ class PrivacyPlan:
     ) -> bool:
         """Returns whether one more round stays within the target; True without a target.
 
-        Cheap bounds may accept: the planned epsilon while no more than the whole run is charged,
-        and RDP. Only the run's own accountant refuses.
+        Cheap bounds may accept: the planned epsilon while no more is charged than the whole run, or
+        the affordable part of it, and RDP. Only the run's own accountant refuses.
 
         Args:
             counts: the rounds charged so far by event, as `Ledger.counts` gives them.
@@ -182,12 +185,23 @@ class PrivacyPlan:
         if self._as_planned(after, repeats, event):
             return True
         composed = self._composed(after, event, repeats)
-        return self._rdp_accepts(composed) or (
-            self._epsilon(self.accountant, composed) <= self.target_epsilon
+        affordable = self._planned(event, self.affordable_rounds())
+        return (
+            _contains(self._composed(affordable, event, _NO_REPEATS), composed)
+            or self._rdp_accepts(composed)
+            or self._epsilon(self.accountant, composed) <= self.target_epsilon
         )
 
     def affordable_rounds(self) -> int:
-        """Returns how many of the planned rounds the target allows; all without a target."""
+        """Returns how many of the planned rounds the target allows; all without a target.
+
+        Searched for once: a tight accountant takes too long to be asked before every round.
+        """
+        if not self._affordable:
+            self._affordable.append(self._count_affordable_rounds())
+        return self._affordable[0]
+
+    def _count_affordable_rounds(self) -> int:
         event, target = self.bound_event, self.target_epsilon
         if event is None or target is None:
             return self.num_rounds
@@ -440,8 +454,10 @@ class PrivacyPlan:
 
     def _law(self, unit: PrivacyUnit) -> str:
         """Returns what `unit`'s noise is and what its multiplier means."""
-        law = "gaussian, std = multiplier x L2 clipping norm"
-        if self._noise_kind(unit) is NoiseKind.LAPLACE:
+        kind = self._noise_kind(unit)
+        whole = "" if kind is NoiseKind.GAUSSIAN else " of whole numbers, the fewest honest shares'"
+        law = f"{kind}{whole}, std = multiplier x L2 clipping norm"
+        if kind is NoiseKind.LAPLACE:
             law = "laplace, scale = multiplier x L1 clipping norm"
         if unit in self.units_noised_by_layer:
             law += "; spread over the layers, whose different noises together cost as much"
@@ -495,7 +511,7 @@ def make_plan(
     batch_rate = getattr(settings.training, "batch_rate", None)
     summed = 1.0 if settings.training.releaser is None else settings.cohort_size.expected
     known = batch_rate is not None and nominal_rows is not None and training_z is not None
-    return PrivacyPlan(
+    plan = PrivacyPlan(
         accountant=settings.accountant,
         cohort=settings.cohort,
         target_epsilon=settings.privacy.target_epsilon,
@@ -522,8 +538,43 @@ def make_plan(
         warnings=(
             *_warnings(settings, nominal_rows, mechanism_z, training_z),
             *_caveats(settings, rows, schedules),
+            *_small_cohorts(settings, mechanism),
         ),
     )
+    return replace(plan, warnings=(*plan.warnings, *_weak_rows(plan)))
+
+
+def _weak_rows(plan: PrivacyPlan) -> list[str]:
+    """Returns a warning for each row whose epsilon says little to a reader of the field.
+
+    Ponomareva et al. 2023 (arXiv:2303.00654, section 5.2) read an epsilon of at most 1 as strong
+    protection, of at most 10 as reasonable, and above as weak or none.
+    """
+    found = []
+    for row in plan.guarantees(plan.affordable_rounds()):
+        if row.epsilon is not None and row.epsilon > _WEAK:
+            found.append(
+                f"{row.name}: epsilon {row.shown_epsilon(3)} at delta {row.delta:g} protects "
+                "hardly: the field reads 1 as strong, up to 10 as reasonable, more as weak; raise "
+                "the noise multiplier, or lower privacy.target_epsilon or run.num_rounds"
+            )
+    return found
+
+
+def _small_cohorts(settings: Settings, mechanism: Mechanism) -> list[str]:
+    """Returns a warning if noticeably many rounds ask fewer clients than a release needs."""
+    needed: int | None = getattr(mechanism, "min_survivors", None)
+    if needed is None:
+        return []
+    chance = settings.cohort.probability_below(needed, settings.federation.population)
+    if chance < _RARE:
+        return []
+    return [
+        f"mechanism.min_survivors={needed}: a round asks fewer clients with probability "
+        f"{chance:.2g}, about {chance * settings.run.num_rounds:.3g} of {settings.run.num_rounds} "
+        "rounds even if everybody answers; such a round is charged and not released; lower "
+        "mechanism.min_survivors, raise cohort.sampling_rate, or choose cohort=fixed_size"
+    ]
 
 
 def _mechanism_of_run(

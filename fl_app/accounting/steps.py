@@ -23,7 +23,7 @@ def fits(event: PrivacyEvent, *, integers: bool = False) -> str | None:
     Integer noise is for accountants only that say `integers`.
     """
     if event.shares is not None and not integers:
-        return f"cannot bound {event.noise} noise; set accountant=rdp"
+        return refuse_noise(event)
     needed = {
         Sampling.POISSON: NeighboringRelation.ADD_OR_REMOVE_ONE,
         Sampling.FIXED_SIZE: NeighboringRelation.REPLACE_ONE,
@@ -34,6 +34,17 @@ def fits(event: PrivacyEvent, *, integers: bool = False) -> str | None:
             f"state the event under {needed}, or take no credit for the sampling"
         )
     return None
+
+
+def refuse_noise(event: PrivacyEvent) -> str:
+    """Returns why an accountant of Gaussian noise cannot bound `event`, and which one can."""
+    if event.shares is not None:
+        remedy = "set accountant=rdp"
+    elif event.sampling is Sampling.FIXED_SIZE:
+        remedy = "set accountant=simple, or drop the credit with cohort.amplification=false"
+    else:
+        remedy = "set accountant=pld, or accountant=simple for the sum of the single epsilons"
+    return f"cannot bound {event.noise} noise; {remedy}, or choose Gaussian noise"
 
 
 def sensitivity_multiplier(event: PrivacyEvent) -> float:

@@ -102,7 +102,7 @@ class DpSgd(Training, Releaser):
     def __post_init__(self) -> None:
         checks.at_least("training.local_steps", self.local_steps, 1)
         checks.rate("training.batch_rate", self.batch_rate)
-        checks.one_of("training.noise", self.noise, tuple(NoiseKind))
+        checks.one_of("training.noise", self.noise, (NoiseKind.GAUSSIAN, NoiseKind.LAPLACE))
         checks.clipping_norm("training.clipping_norm", self.clipping_norm)
         for name in ("learning_rate", "momentum", "weight_decay"):
             checks.non_negative(f"training.{name}", getattr(self, name))

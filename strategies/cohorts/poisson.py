@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import binom
 
 from fl_app import checks
 from fl_app.plugins import Cohort
@@ -51,6 +52,10 @@ class PoissonCohort(Cohort):
         """Returns 4 standard deviations more than expected: fewer than 1 in 10,000 are larger."""
         expected = self.expected_size(population)
         return min(population, math.ceil(expected + 4 * math.sqrt(expected)))
+
+    def probability_below(self, size: int, population: int) -> float:
+        """Returns the binomial probability of fewer than `size` clients."""
+        return float(binom.cdf(size - 1, population, self.sampling_rate))
 
     def check(self, population: int) -> None:
         """Accepts every population."""

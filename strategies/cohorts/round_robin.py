@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fl_app import checks
-from fl_app.plugins import Cohort
+from fl_app.plugins import ClientRange, Cohort
 from fl_app.privacy import NeighboringRelation, NoiseKind, PrivacyEvent, PrivacyUnit, View
 from fl_app.stages import IndexVector
 
@@ -94,15 +94,24 @@ class RoundRobinCohort(Cohort):
         return -(-num_rounds * self._size(population) // population)
 
     def turns(self, num_rounds: int, population: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the rounds of the clients at which a block begins: others share their rounds."""
+        """Returns the rounds of each range of clients, every different set once."""
+        sets = (part.rounds or () for part in self.ranges(num_rounds, population))
+        return tuple(dict.fromkeys(sets))
+
+    def ranges(self, num_rounds: int, population: int) -> tuple[ClientRange, ...]:
+        """Returns the ranges from one end of a block to the next: inside, all share their turns."""
         size = self._size(population)
         starts = np.arange(num_rounds, dtype=np.int64) * size % population
         # Which blocks a client is in changes from one to the next only where a block begins or has
         # ended, and the block of a round has ended where that of the next one begins.
-        clients = np.unique(np.append(starts, num_rounds * size % population))
-        asked = (clients[:, None] - starts[None, :]) % population < size
-        found = {tuple((np.flatnonzero(row) + 1).tolist()): None for row in asked}
-        return tuple(found)
+        firsts = np.unique(np.append(starts, num_rounds * size % population))
+        lasts = np.append(firsts[1:], population) - 1
+        asked = (firsts[:, None] - starts[None, :]) % population < size
+        turns = [tuple((np.flatnonzero(row) + 1).tolist()) for row in asked]
+        return tuple(
+            ClientRange(first=int(first), last=int(last), most=len(own), rounds=own)
+            for first, last, own in zip(firsts, lasts, turns, strict=True)
+        )
 
     def _size(self, population: int) -> int:
         return round((self.fraction or 0.0) * population) if self.size is None else self.size

@@ -84,7 +84,7 @@ def test_the_target_is_kept_and_the_noise_is_no_more_than_needed(
     assert accountant.epsilon(events(z * (1 - 2e-4), q, count), delta) > target
 
 
-@pytest.mark.parametrize("at", [0.0123, 0.7, 1.0, 3.3, 4567.8])
+@pytest.mark.parametrize("at", [0.0123, 0.7, 1.0, 3.3, 456.78])
 def test_a_jump_is_found_from_above(at):
     z = calibrate(StepAccountant(at=at), lambda z: events(z, 1.0, 1), 5.0, 1e-5)
     assert at <= z <= at * (1 + 1.1e-4)
@@ -97,6 +97,13 @@ def test_a_target_out_of_reach_is_refused_in_one_line_with_what_to_change():
     assert "\n" not in text
     assert "privacy.target_epsilon=1e-09" in text
     assert "run.num_rounds" in text
+
+
+@pytest.mark.parametrize("accountant", [PLD, RDP])
+def test_a_hundredth_with_a_thousand_full_batch_steps_is_out_of_reach(accountant):
+    """It takes z = 5,500 or more, with which nothing is learned."""
+    with pytest.raises(AccountingError, match=r"0\.01: not reached .*; raise .* or lower [^\n]*$"):
+        calibrate(accountant, lambda z: events(z, 1.0, 1000), 0.01, 1e-4)
 
 
 def test_a_target_that_hardly_needs_noise_gets_the_smallest_noise():
