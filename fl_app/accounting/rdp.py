@@ -91,7 +91,7 @@ def _step_rdp(event: PrivacyEvent, quick: bool = False) -> DoubleVector:
         # Sampling never costs more than taking part always (Renyi divergence is quasi-convex).
         with np.errstate(all="ignore"):
             known = np.minimum(known, every / (2 * event.noise_multiplier**2))
-    curve = np.maximum(known, _ROUND_OFF)
+    curve: DoubleVector = np.maximum(known, _ROUND_OFF)
     curve.flags.writeable = False
     return curve
 
