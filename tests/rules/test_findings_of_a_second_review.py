@@ -29,7 +29,7 @@ def test_a_node_refuses_an_order_that_asks_for_its_number_of_rows() -> None:
     """With example weights a reply's weight is the client's exact row count, un-noised."""
     settings = compose(["training.noise_multiplier=1", "privacy.target_epsilon=null"])
     check_order(RECORD_ORDER, settings)
-    with pytest.raises(PrivacyError, match="federation.weighting=examples asked"):
+    with pytest.raises(PrivacyError, match=r"federation\.weighting=examples asked"):
         check_order(dataclasses.replace(RECORD_ORDER, weighting="examples"), settings)
 
 
