@@ -99,7 +99,7 @@ class RunReport:
         lines += [f"- ledger: {self.ledger_rows} releases charged, head `{self.ledger_head}`", ""]
         lines += ["## What was spent", "", *guarantee_table(self.guarantees, self.epsilon_of), ""]
         if self.each_client:
-            lines += [f"### {self.epsilon_of}: every client", ""]
+            lines += [f"### {self.epsilon_of} at delta {self.target_delta:g}: every client", ""]
             lines += [*table_markdown(self.each_client), ""]
         for guarantee in self.guarantees:
             lines += [f"### {guarantee.name}: assumptions", ""]

@@ -244,7 +244,10 @@ def plan_of(
     if (ratio := plan.signal_to_noise(size)) is not None:
         facts["signal to noise (clipping norm / norm of the noise)"] = f"{ratio:.3g}"
     lines = [f"{label}: {value}" for label, value in facts.items()]
-    lines += [_outlook(plan), *table_lines(table), _node_outlook(charge)]
+    lines += [_outlook(plan)]
+    if table:
+        lines += [f"{plan.epsilon_of} client by client, at delta {plan.target_delta:g}:"]
+    lines += [*table_lines(table), _node_outlook(charge)]
     lines += [f"warning: {text}" for text in plan.warnings]
     if show_partition or plot_to is not None:
         counts = _simulated_histogram(settings, data)

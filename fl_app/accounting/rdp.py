@@ -74,6 +74,7 @@ def _step_rdp(event: PrivacyEvent, quick: bool = False) -> DoubleVector:
     `quick` spares most of the time of a sampled step, and is a little looser.
     """
     every = np.asarray(rdp_privacy_accountant.DEFAULT_RDP_ORDERS)
+    known: DoubleVector
     z, rate = event.noise_multiplier, event.sampling_rate
     if quick and event.sampling is Sampling.POISSON and rate < 1 and z >= _LEAST_Z:
         low = every[every < _WHOLE[0]]

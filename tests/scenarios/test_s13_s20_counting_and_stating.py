@@ -125,6 +125,17 @@ def test_s18_record_level_headline_is_one_client_however_many_there_are(tmp_path
         )  # fmt: skip
         (row, _) = run.results["privacy"]["guarantees"]
         assert any("worst client" in text for text in row["assumptions"])
+        (everybody,) = run.results["privacy"]["each_client"]
+        assert everybody == {
+            "numbers": f"0-{population - 1}",
+            "count": population,
+            "rounds": 1,
+            "epsilon": row["epsilon"],
+        }
+        assert (
+            f"| 0-{population - 1} | {population} | 1 |"
+            in (run.folder / "privacy_report.md").read_text()
+        )
         stated.append(row["epsilon"])
     assert stated[0] == stated[1] > 0
 

@@ -281,7 +281,9 @@ def test_a_sampled_schedule_equals_the_plain_library_composed_round_by_round(noi
         rdp = plan("cohort=poisson", "mechanism.noise_multiplier=1.5", "accountant=rdp",
                    "mechanism.noise_schedule=0.97", "run.num_rounds=20", *UNLIMITED)  # fmt: skip
         bound, plain = rdp.guarantees(20)[0].epsilon, accountants[1].get_epsilon(1e-5)
-        assert plain * (1 - 1e-12) <= bound <= plain * 1.01  # every fourth order only
+        # The library knows nothing at some of the low orders, so it may be a little looser.
+        assert ours <= bound <= plain * (1 + 1e-9)
+        assert bound == pytest.approx(plain, rel=1e-3)
 
 
 def test_many_different_rounds_on_the_coarser_grid_are_still_bounded_tightly() -> None:
