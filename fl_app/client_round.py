@@ -151,8 +151,8 @@ def run_client(
     """Returns one client's update as it may leave the client.
 
     Guarantee: the result depends on the client's rows only through `Training.train` (record-level
-    privacy, if chosen) and `Mechanism.privatize` (clipped to ``order.clipping_norm``; noised if
-    LOCAL).
+    privacy, if chosen; under placement central a bounded sum, which the server noises) and
+    `Mechanism.privatize` (clipped to ``order.clipping_norm``; noised if LOCAL or DISTRIBUTED).
 
     Args:
         client: the client's number.
