@@ -186,7 +186,7 @@ def test_a_network_without_parameters_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_refused_where_clipping_and_noise_need_more(dtype: torch.dtype) -> None:
-    """Opacus' sums have the parameters' type: clipped in 11 bits, and float32 noise does not fit."""
+    """Opacus' sums have the parameters' type: clipped in 11 bits, and noise does not fit."""
     network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).to(dtype))
     with pytest.raises(ModelError, match=rf"parameter 1\.weight is {dtype}.*torch\.float32"):
         build_custom(network)
