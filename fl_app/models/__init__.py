@@ -38,7 +38,8 @@ def build_model(model: Model, spec: InputSpec, *, seed: int, private: bool) -> n
         private: True if the training or the mechanism is private, see `prepare`.
 
     Raises:
-        ModelError: the network cannot take such inputs, or cannot be trained privately.
+        ModelError: the network cannot take such inputs, or cannot be trained privately (a trainable
+            parameter with fewer digits than float32 included).
     """
     if model.takes_tokens < (spec.vocabulary is not None):
         raise ModelError(
@@ -49,6 +50,8 @@ def build_model(model: Model, spec: InputSpec, *, seed: int, private: bool) -> n
         network = prepare(model.build(spec), private=private)
     if num_parameters(network) == 0:
         raise ModelError(f"model={model.kind}: it has no trainable parameter")
+    if private:
+        _check_precision(model, network)
     return network
 
 
@@ -120,6 +123,17 @@ def set_flat_parameters(network: nn.Module, vector_P: FloatVector) -> None:
         stop = start + parameter.numel()
         parameter.copy_(source[start:stop].view_as(parameter))
         start = stop
+
+
+def _check_precision(model: Model, network: nn.Module) -> None:
+    """Refuses parameters with fewer digits than float32: their sums and norms hold no bound."""
+    for name, parameter in network.named_parameters():
+        exchanged = parameter.requires_grad and parameter.is_floating_point()
+        if exchanged and torch.finfo(parameter.dtype).bits < 32:
+            raise ModelError(
+                f"model={model.kind}: parameter {name} is {parameter.dtype}, too coarse for the "
+                "clipping and noise of a private run; build the network in torch.float32"
+            )
 
 
 def _trainable(network: nn.Module) -> Iterator[nn.Parameter]:

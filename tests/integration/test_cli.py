@@ -1,5 +1,6 @@
 """The dpfl command as people use it: exit codes, texts, files."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -101,10 +102,13 @@ def test_ledger_show_and_verify_of_a_node(tmp_path: Path) -> None:
     shown = dpfl("ledger", "show", str(path), "--json", "--max-epsilon", "40")
     values = json.loads(shown.stdout)
     assert (values["data_id"], values["num_requests"], len(values["rows"])) == ("ward-7", 10, 10)
+    assert values["num_releases"] == 10
+    assert {row["delta"] for row in values["guarantees"]} == {1e-5}
     found = {(row["unit"], row["accountant"]): row["epsilon"] for row in values["guarantees"]}
     assert found["CLIENT", "pld"] == pytest.approx(11.77, abs=0.01)
     assert found["RECORD", "pld"] == pytest.approx(29.17, abs=0.02)
     assert found["RECORD", "rdp"] > found["RECORD", "pld"]
+    assert found.keys() == set(itertools.product(("CLIENT", "RECORD"), ("rdp", "pld")))
     assert values["left"] == pytest.approx(40 - 29.17, abs=0.02)
     path.with_name("ward.sqlite.head").unlink()
     gone = dpfl("ledger", "verify", str(path), "--json")

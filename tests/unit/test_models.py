@@ -184,6 +184,19 @@ def test_a_network_without_parameters_is_refused() -> None:
         build_custom(nn.Flatten())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_refused_where_clipping_and_noise_need_more(dtype: torch.dtype) -> None:
+    """Opacus' sums have the parameters' type: clipped in 11 bits, and noise does not fit."""
+    network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).to(dtype))
+    with pytest.raises(ModelError, match=rf"parameter 1\.weight is {dtype}.*torch\.float32"):
+        build_custom(network)
+    assert models.build_model(Custom(network), DIGITS, seed=0, private=False) is network
+    for parameter in network[1].parameters():
+        parameter.requires_grad_(False)  # never exchanged, nor noised
+    assert models.num_parameters(build_custom(network)) == 15
+    assert models.num_parameters(build_custom(nn.Linear(4, 3).double())) == 15
+
+
 @pytest.mark.parametrize("shape", [(64,), (1, 8, 8), (1, 15, 28)])
 def test_cnn_refuses_inputs_that_are_too_small_and_names_the_way_out(shape: tuple[int]) -> None:
     with pytest.raises(ModelError, match="choose model=mlp or model=linear"):
