@@ -12,7 +12,8 @@ import json
 import math
 import os
 from collections.abc import Callable
-from typing import NoReturn, Self
+from functools import partial
+from typing import NoReturn, Self, TypeVar
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
@@ -20,6 +21,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from fl_app.errors import PrivacyError
 from fl_app.integer_noise import IntegerTable
 from fl_app.stages import DoubleVector, IndexVector
+
+_Vector = TypeVar("_Vector", DoubleVector, IndexVector)
 
 _BLOCK_PAIRS = 1 << 14
 """Normal pairs made at a time: the scratch arrays stay in a core's cache."""
@@ -95,11 +98,7 @@ class NoiseSource:
         Raises:
             PrivacyError: a seeded source in a forked process, where its samples would repeat.
         """
-        result = np.empty(size, np.float64)
-        self._check_process()
-        for start in range(0, size, 2 * _BLOCK_PAIRS):
-            self._fill(result[start : start + 2 * _BLOCK_PAIRS])
-        return result
+        return self._drawn(np.empty(size), self._fill)
 
     def laplace(self, size: int) -> DoubleVector:
         """Returns `size` new Laplace samples of mean 0 and scale 1 (std sqrt(2)).
@@ -107,11 +106,7 @@ class NoiseSource:
         Raises:
             PrivacyError: a seeded source in a forked process, where its samples would repeat.
         """
-        result = np.empty(size, np.float64)
-        self._check_process()
-        for start in range(0, size, 2 * _BLOCK_PAIRS):
-            self._fill_laplace(result[start : start + 2 * _BLOCK_PAIRS])
-        return result
+        return self._drawn(np.empty(size), self._fill_laplace)
 
     def uniform(self, size: int) -> DoubleVector:
         """Returns `size` new multiples of 2**-53, uniform in [0, 1).
@@ -119,12 +114,7 @@ class NoiseSource:
         Raises:
             PrivacyError: a seeded source in a forked process, where its samples would repeat.
         """
-        result = np.empty(size, np.float64)
-        self._check_process()
-        for start in range(0, size, 2 * _BLOCK_PAIRS):
-            part = result[start : start + 2 * _BLOCK_PAIRS]
-            np.multiply(self._words(part.size), _STEP, out=part)
-        return result
+        return self._drawn(np.empty(size), self._fill_uniform)
 
     def integers(self, law: IntegerTable, size: int) -> IndexVector:
         """Returns `size` new samples of an integer law, exact up to `law`'s own precision.
@@ -132,11 +122,7 @@ class NoiseSource:
         Raises:
             PrivacyError: a seeded source in a forked process, where its samples would repeat.
         """
-        result = np.empty(size, np.int64)
-        self._check_process()
-        for start in range(0, size, 2 * _BLOCK_PAIRS):
-            self._fill_integers(result[start : start + 2 * _BLOCK_PAIRS], law)
-        return result
+        return self._drawn(np.empty(size, np.int64), partial(self._fill_integers, law=law))
 
     def add_gaussian(self, vector_P: DoubleVector, std: float) -> None:
         """Adds independent normal noise of `std` to `vector_P` in place, block by block.
@@ -166,6 +152,13 @@ class NoiseSource:
             noise = draw(part.size)
             noise *= scale
             part += noise
+
+    def _drawn(self, result: _Vector, fill: Callable[[_Vector], None]) -> _Vector:
+        """Returns `result`, overwritten by `fill` block by block."""
+        self._check_process()
+        for start in range(0, result.size, 2 * _BLOCK_PAIRS):
+            fill(result[start : start + 2 * _BLOCK_PAIRS])
+        return result
 
     def _start(self, key: bytes) -> None:
         # A key makes one keystream only, so the counter may start at zero.
@@ -197,6 +190,10 @@ class NoiseSource:
         rest = out.size - pairs
         np.sin(angle[:rest], out=out[pairs:])
         out[pairs:] *= radius[:rest]
+
+    def _fill_uniform(self, out: DoubleVector) -> None:
+        """Overwrites `out` (one block at most)."""
+        np.multiply(self._words(out.size), _STEP, out=out)
 
     def _fill_laplace(self, out: DoubleVector) -> None:
         """Overwrites `out` (one block at most): bit 0 is the sign, bits 11 to 63 the uniform."""
