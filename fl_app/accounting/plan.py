@@ -541,7 +541,9 @@ def make_plan(
             *_small_cohorts(settings, mechanism),
         ),
     )
-    return replace(plan, warnings=(*plan.warnings, *_weak_rows(plan)))
+    warned = replace(plan, warnings=(*plan.warnings, *_weak_rows(plan)))
+    warned._affordable.extend(plan._affordable)  # searched for above; warnings do not change it
+    return warned
 
 
 def _weak_rows(plan: PrivacyPlan) -> list[str]:

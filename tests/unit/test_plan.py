@@ -539,3 +539,11 @@ def test_a_tiny_expected_cohort_is_warned_of():
     assert any("may ask nobody" in w for w in make_plan(compose(base), 143).warnings)
     many = make_plan(compose([*base, "federation.population=1000"]), 143)
     assert not any("may ask nobody" in w for w in many.warnings)
+
+
+def test_the_affordable_rounds_that_planning_found_are_not_searched_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = plan("training.noise_multiplier=1.4", "privacy.target_epsilon=2")
+    monkeypatch.setattr(PrivacyPlan, "_count_affordable_rounds", lambda _: pytest.fail("again"))
+    assert 0 < found.affordable_rounds() < found.num_rounds
