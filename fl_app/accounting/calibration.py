@@ -18,7 +18,7 @@ LARGEST_NOISE_MULTIPLIER = 1e3
 RELATIVE_TOLERANCE = 1e-4
 _LIMITS = (math.log(SMALLEST_NOISE_MULTIPLIER), math.log(LARGEST_NOISE_MULTIPLIER))
 _GUESS_TOLERANCE = 1e-3
-_FIRST_STRIDE = 0.05
+_FAR_STRIDE = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def _bracket(
     The first is None if even the smallest multiplier is within, the second if the largest is not.
     """
     point = evaluate(first)
-    direction, stride = (1 if point.excess > 0 else -1), _FIRST_STRIDE
+    direction, stride = (1 if point.excess > 0 else -1), _first_stride(point.excess)
     while True:
         log_z = min(max(point.log_z + direction * stride, _LIMITS[0]), _LIMITS[1])
         if log_z == point.log_z:
@@ -113,6 +113,13 @@ def _bracket(
         if (after.excess > 0) != (point.excess > 0):
             return (point, after) if direction > 0 else (after, point)
         point, stride = after, stride * 2
+
+
+def _first_stride(excess: float) -> float:
+    """Returns how far to go for the other side: epsilon mostly falls like 1/z to 1/z^2."""
+    if not math.isfinite(excess):
+        return _FAR_STRIDE
+    return min(max(abs(excess), 2 * RELATIVE_TOLERANCE), _FAR_STRIDE)
 
 
 def _narrow(evaluate: Callable[[float], _Point], low: _Point, high: _Point) -> _Point:

@@ -13,6 +13,7 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 
 from fl_app import checks
 from fl_app.accounting import rdp
+from fl_app.accounting.sampled_noise import sampled_noise
 from fl_app.accounting.steps import (
     EXP_LIMIT,
     fits,
@@ -198,14 +199,17 @@ def _total(steps: tuple[_Step, ...], grid: float) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _composed(noise: NoiseKind, z: float, rate: float, count: int, grid: float) -> Any:
-    return _single(noise, z, rate, grid).self_compose(count)
+    single = _single(noise, z, rate, grid)
+    return single if count == 1 else single.self_compose(count)
 
 
 @functools.lru_cache(maxsize=4)
 def _single(noise: NoiseKind, z: float, rate: float, grid: float) -> Any:
+    if rate < 1:
+        return sampled_noise(noise, z, rate, grid)
     if noise is NoiseKind.LAPLACE:
-        return pld.from_laplace_mechanism(z, value_discretization_interval=grid, sampling_prob=rate)
-    return pld.from_gaussian_mechanism(z, value_discretization_interval=grid, sampling_prob=rate)
+        return pld.from_laplace_mechanism(z, value_discretization_interval=grid)
+    return pld.from_gaussian_mechanism(z, value_discretization_interval=grid)
 
 
 PLUGIN = Pld

@@ -14,6 +14,7 @@ import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
 from scipy.special import gammaln, logsumexp
 
+from fl_app.accounting.fixed_size import fixed_size_rdp
 from fl_app.accounting.integers import integer_noise_rdp
 from fl_app.accounting.steps import fits, refuse_noise, sensitivity_multiplier, step_counts
 from fl_app.errors import AccountingError
@@ -25,10 +26,8 @@ from fl_app.stages import DoubleVector
 # be read as "no loss at all" however often it is composed.
 _ROUND_OFF = 1e-15
 # A sampled step costs the library up to a millisecond an order, too much for schedules of many
-# different steps. Poisson-sampled ones are then integrated here, fixed-size ones bounded at every
-# fourth order: any order gives a bound.
+# different steps. Poisson-sampled ones are then integrated here, fixed-size ones always.
 _FEW = 16
-_SPARSE = 4
 _WHOLE = np.array([*range(11, 64), 128, 256])
 _LEAST_Z = 0.1
 
@@ -81,9 +80,8 @@ def _step_rdp(event: PrivacyEvent, quick: bool = False) -> DoubleVector:
         known = np.full(every.shape, np.inf)
         known[: low.size] = _integrated(z, rate, low)
         known[np.isin(every, _WHOLE)] = _summed(z, rate)
-    elif quick and event.sampling is Sampling.FIXED_SIZE:
-        known = np.full(every.shape, np.inf)
-        known[::_SPARSE] = _library_rdp(event, every[::_SPARSE])
+    elif event.sampling is Sampling.FIXED_SIZE and rate < 1:
+        known = fixed_size_rdp(sensitivity_multiplier(event), rate, every)
     elif event.shares is not None:
         known = integer_noise_rdp(event, every)
     else:
