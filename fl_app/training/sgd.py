@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.sgd import sgd
 
 from fl_app import checks
 from fl_app.models import flat_parameters
@@ -66,20 +67,15 @@ class Sgd(Training):
             model.to(job.device)
         model.train()
         before_P = flat_parameters(model)
-        optimizer = torch.optim.SGD(
-            [p for p in model.parameters() if p.requires_grad],
-            lr=decayed(self.learning_rate, self.learning_rate_decay, job.round),
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-        )
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        velocities: dict[Tensor, Tensor | None] = {}
+        learning_rate = decayed(self.learning_rate, self.learning_rate_decay, job.round)
         with torch_stream(job.batches, job.device):
             for rows in self._batches(partition.rows, job.batches):
                 inputs, labels = fetch(partition.table, rows, job.device, job.batches)
-                optimizer.zero_grad(set_to_none=True)
                 loss = cross_entropy(model(laid_out(inputs, model)), labels)
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+                grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+                self._step(parameters, grads, velocities, learning_rate)
         return LocalUpdate(
             client=partition.client,
             delta_P=flat_parameters(model) - before_P,
@@ -90,6 +86,35 @@ class Sgd(Training):
     def event(self, noise_multiplier: float) -> PrivacyEvent | None:
         """Returns None: nothing is noised."""
         return None
+
+    def _step(
+        self,
+        parameters: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        velocities: dict[Tensor, Tensor | None],
+        learning_rate: float,
+    ) -> None:
+        """Moves `parameters`, and with momentum `velocities`, as one step of `torch.optim.SGD`.
+
+        Without an optimizer object, whose own time counts beside the step of a small model. As
+        there, a parameter that the loss does not depend on (None in `grads`) stays as it is.
+        """
+        reached = {p: g for p, g in zip(parameters, grads, strict=True) if g is not None}
+        moved, buffers = list(reached), [velocities.get(p) for p in reached]
+        with torch.no_grad():
+            sgd(
+                moved,
+                list(reached.values()),
+                buffers,
+                foreach=True,
+                weight_decay=self.weight_decay,
+                momentum=self.momentum,
+                lr=learning_rate,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+        velocities.update(zip(moved, buffers, strict=True))
 
     def _batches(self, rows: IndexVector, batches: np.random.Generator) -> Iterator[IndexVector]:
         if len(rows) == 0:

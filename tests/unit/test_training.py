@@ -513,6 +513,69 @@ def test_s06_sgd_without_rows_gives_a_zero_update() -> None:
     assert not update.delta_P.any()
 
 
+def optimizer_loop(
+    training: Training,
+    partition: ClientPartition,
+    a_job: TrainingJob,
+    make: Callable[[], nn.Module],
+) -> np.ndarray:
+    """Returns local minus global of two passes with `torch.optim.SGD`, on the batches of `job`."""
+    model = make()
+    before_P = flat_parameters(model)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=0.1 * 0.5 ** (a_job.round - 1),
+        momentum=training.momentum,  # type: ignore[attr-defined]
+        weight_decay=training.weight_decay,  # type: ignore[attr-defined]
+    )
+    a_job.batches.integers(2**63)  # dropout's seed
+    for _ in range(2):
+        order = a_job.batches.permutation(partition.rows)
+        for rows in np.split(order, range(4, len(order), 4)):
+            optimizer.zero_grad()
+            inputs = torch.from_numpy(partition.table.features[rows])
+            cross_entropy(model(inputs), torch.from_numpy(partition.table.labels[rows])).backward()
+            optimizer.step()
+    return np.asarray(flat_parameters(model) - before_P)
+
+
+def linear_net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+
+
+def tied_net() -> nn.Module:
+    torch.manual_seed(1)
+    return Tied()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("num_rows", [10, 3])
+@pytest.mark.parametrize("make", [linear_net, small_net, tied_net])
+def test_sgd_takes_the_steps_of_torch_s_optimizer(
+    make: Callable[[], nn.Module], num_rows: int, weight_decay: float, momentum: float
+) -> None:
+    training = build(
+        SGD,
+        local_epochs=2,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        learning_rate_decay=0.5,
+    )
+    partition = rows_of(num_rows)
+    jobs = [dataclasses.replace(job(None), round=2) for _ in range(2)]
+    expected_P = optimizer_loop(training, partition, jobs[0], make)
+    got_P = train(training, partition, jobs[1], make).delta_P
+    assert np.linalg.norm(got_P - expected_P) <= 1e-5 * np.linalg.norm(expected_P)
+
+
+def test_a_step_of_sgd_leaves_no_gradient_behind() -> None:
+    model = small_net()
+    build(SGD, momentum=0.9).train(model, rows_of(6), job(None))
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_sgd_is_not_private() -> None:
     assert build(SGD).event(1.0) is None
     assert (build(SGD).private, build(DP_SGD).private) == (False, True)
