@@ -42,11 +42,8 @@ def in_threads(work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
     if len(items) == 1:
         work(items[0])
         return
-    # Each of them is one of torch's threads, so torch must not start more from within.
-    with (
-        one_torch_thread(),
-        ThreadPoolExecutor(len(items), initializer=torch.set_num_threads, initargs=(1,)) as pool,
-    ):
+    # The threads begin with this one's setting: torch must not start more from within each.
+    with one_torch_thread(), ThreadPoolExecutor(len(items)) as pool:
         for _ in pool.map(work, items):
             pass
 

@@ -179,7 +179,7 @@ class CohortSum:
         sum_P: [P] float64; [W] of whole numbers if updates are integers.
         weight: sum of weights of the answers.
         num_answered: clients in it (private under Poisson sampling: operator only).
-        dropped: clients who are not in it: their update is not finite (operator only).
+        dropped: clients whose update was left out: it is not finite (operator only).
     """
 
     round: int

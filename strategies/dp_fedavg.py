@@ -317,10 +317,11 @@ class DPFedAvg(Strategy):
     def _combine(self, current: _Round, updates: Sequence[ProtectedUpdate]) -> CohortSum:
         """Returns the sum; clients whose update is not finite have not answered, but violated."""
         total = self.settings.protection.combine(updates, self._wire_size, current.order.round)
-        if total.dropped:
-            names = ", ".join(map(str, total.dropped))
-            current.violations.append(f"clients {names}: the update is not finite")
-            current.answered = [c for c in current.answered if c not in total.dropped]
+        dropped = set(total.dropped)
+        for node, clients in current.asked.items():
+            if dropped.intersection(clients):
+                current.violations.append(f"node {node}: the update is not finite")
+        current.answered = [client for client in current.answered if client not in dropped]
         return total
 
     def _can_release(self, total: CohortSum) -> bool:

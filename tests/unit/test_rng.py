@@ -214,6 +214,13 @@ def test_threads_of_an_os_source_share_no_noise() -> None:
     assert len(np.unique(values)) == len(values)
 
 
+def test_torch_starts_no_threads_within_a_thread() -> None:
+    found = []
+    with torch_threads(3):
+        parallel.in_threads(lambda item: found.append(torch.get_num_threads()), [0, 1, 2])
+    assert found == [1, 1, 1]
+
+
 def test_an_error_in_one_thread_is_raised_and_leaves_torchs_threads_as_they_were() -> None:
     def fail(item: int) -> None:
         if item == 2:
