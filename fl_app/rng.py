@@ -221,12 +221,13 @@ class NoiseSource:
     def _fill_laplace(self, out: DoubleVector) -> None:
         """Overwrites `out` (one block at most): bit 0 is the sign, bits 11 to 63 the uniform."""
         words = self._raw_words(out.size)
-        negative = (words & np.uint64(1)).astype(bool)
+        flips = ~words << np.uint64(63)  # the logarithm is negative; bit 0 says what stays so
         np.right_shift(words, np.uint64(11), out=words)
-        np.multiply(words, _STEP, out=out)
+        np.copyto(out, words.view(np.int64))
+        out *= _STEP
         out += _STEP
         _apply(torch.log, out, out)
-        np.negative(out, out=out, where=~negative)
+        out.view(np.uint64)[:] ^= flips
 
     def _fill_integers(self, out: IndexVector, law: IntegerTable) -> None:
         """Overwrites `out` (one block at most): the low bits pick a column, the rest compare."""

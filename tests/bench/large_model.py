@@ -82,7 +82,7 @@ class Aggregation(Benchmark):
             size = strategy.parameters_P.size
             rounds = 1 if options.tiny else min(TIMED, options.repeats)
             update_P = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
-            seconds, copies, peaks = [], [], []
+            seconds, cpu_seconds, copies, peaks = [], [], [], []
             for number in range(1, rounds + 1):
                 messages = strategy.configure_train(number, arrays, ConfigRecord(), grid)
                 replies = _replies(list(messages), update_P, number)
@@ -90,9 +90,10 @@ class Aggregation(Benchmark):
                 copies.append(_copy_seconds(update_P))
                 before = _reset_peak()
                 with _watched(strategy, parts):
-                    start = time.perf_counter()
+                    start, cpu = time.perf_counter(), time.process_time()
                     arrays, _ = strategy.aggregate_train(number, replies)  # type: ignore[assignment]
                     seconds.append(time.perf_counter() - start)
+                    cpu_seconds.append(time.process_time() - cpu)
                 peaks.append(max(0, _peak() - before) / update_P.nbytes)
                 strategy._finish_round(None)
                 np.testing.assert_allclose(strategy.parameters_P - start_P, update_P, atol=1e-5)
@@ -104,11 +105,13 @@ class Aggregation(Benchmark):
         text = (
             f"{size:,} parameters: {statistics.median(seconds):.2f} s, {ratio:.1f} copies (target "
             f"<= {self.copies:g}), peak {peak:.2f} models (target <= {self.models:g}), "
-            f"{torch.get_num_threads()} threads, perf_counter; in copies: "
+            f"{torch.get_num_threads()} threads, perf_counter (all threads' process_time: "
+            f"{statistics.median(cpu_seconds):.2f} s); in copies: "
             + ", ".join(f"{name} {share:.1f}" for name, share in profile.items())
         )
         return {
             "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
             "copy_seconds": copies,
             "peak_models": peaks,
             "profile_copies": profile,
