@@ -465,7 +465,7 @@ class Protection(Plugin):
     def combine(
         self, updates: Sequence[ProtectedUpdate], num_parameters: int, round: int
     ) -> CohortSum:
-        """Returns the sum over all of them; zero if there are none."""
+        """Returns the sum over all that are finite, zero if none is, and the others' clients."""
 
 
 class Engine(Plugin):

@@ -16,17 +16,17 @@ from functools import partial
 from typing import NoReturn, Self, TypeVar
 
 import numpy as np
+import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
+from fl_app import parallel
 from fl_app.errors import PrivacyError
 from fl_app.integer_noise import IntegerTable
 from fl_app.stages import DoubleVector, IndexVector
 
 _Vector = TypeVar("_Vector", DoubleVector, IndexVector)
 
-_BLOCK_PAIRS = 1 << 14
-"""Normal pairs made at a time: the scratch arrays stay in a core's cache."""
-_ZEROS = memoryview(bytes(16 * _BLOCK_PAIRS))
+_ZEROS = memoryview(bytes(8 * parallel.BLOCK))
 _STEP = 2.0**-53
 
 
@@ -68,10 +68,11 @@ class NoiseSource:
     Attributes:
         seeded: True if the samples follow from a seed: repeatable and NOT PRIVATE.
 
-    Objects cannot be pickled or copied, and one object is not for two threads.
+    Objects cannot be pickled or copied, and one object is not for two threads: for a long vector
+    each thread gets its own stretch of the keystream, so the noise is the same for any number.
     """
 
-    __slots__ = ("_context", "_pid", "_scratch", "seeded")
+    __slots__ = ("_context", "_key", "_pid", "_position", "_scratch", "seeded")
 
     def __init__(self, key: bytes, *, seeded: bool) -> None:
         """Prefer `from_os` or `seeded_from`; `key` has 32 bytes and is used for nothing else."""
@@ -132,14 +133,14 @@ class NoiseSource:
         Raises:
             PrivacyError: `vector_P` is not float64, `std` negative or not finite; or as `gaussian`.
         """
-        self._add(vector_P, std, self.gaussian)
+        self._add(vector_P, std, type(self).gaussian)
 
     def add_laplace(self, vector_P: DoubleVector, scale: float) -> None:
         """Adds independent Laplace noise of `scale` (std sqrt(2) `scale`), as `add_gaussian`."""
-        self._add(vector_P, scale, self.laplace)
+        self._add(vector_P, scale, type(self).laplace)
 
     def _add(
-        self, vector_P: DoubleVector, scale: float, draw: Callable[[int], DoubleVector]
+        self, vector_P: DoubleVector, scale: float, draw: Callable[[Self, int], DoubleVector]
     ) -> None:
         if vector_P.dtype != np.float64:
             raise PrivacyError(f"vector_P.dtype={vector_P.dtype}: noise is added in float64")
@@ -147,24 +148,43 @@ class NoiseSource:
             raise PrivacyError(f"noise scale={scale}: must be finite and >= 0; set 0 for no noise")
         if scale == 0:
             return
-        for start in range(0, vector_P.size, 2 * _BLOCK_PAIRS):
-            part = vector_P[start : start + 2 * _BLOCK_PAIRS]
-            noise = draw(part.size)
-            noise *= scale
-            part += noise
+        self._check_process()
+        shares = parallel.shares(vector_P.size)
+        # A whole block takes as many words as it has elements, under both laws.
+        sources = [self._set_apart(share.stop - share.start) for share in shares[:-1]] + [self]
+
+        def add(job: tuple[Self, slice]) -> None:
+            source, share = job
+            for start in range(share.start, share.stop, parallel.BLOCK):
+                part = vector_P[start : min(start + parallel.BLOCK, share.stop)]
+                noise = draw(source, part.size)
+                noise *= scale
+                part += noise
+
+        parallel.in_threads(add, list(zip(sources, shares, strict=True)))
 
     def _drawn(self, result: _Vector, fill: Callable[[_Vector], None]) -> _Vector:
         """Returns `result`, overwritten by `fill` block by block."""
         self._check_process()
-        for start in range(0, result.size, 2 * _BLOCK_PAIRS):
-            fill(result[start : start + 2 * _BLOCK_PAIRS])
+        with parallel.one_torch_thread():
+            for start in range(0, result.size, parallel.BLOCK):
+                fill(result[start : start + parallel.BLOCK])
         return result
 
-    def _start(self, key: bytes) -> None:
-        # A key makes one keystream only, so the counter may start at zero.
-        self._context: CipherContext = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
-        self._pid = os.getpid()
+    def _start(self, key: bytes, position: int = 0) -> None:
+        """Begins at word `position` of the only keystream that `key` makes, from counter zero."""
+        counter = (position // 2).to_bytes(16, "big")
+        self._context: CipherContext = Cipher(algorithms.AES(key), modes.CTR(counter)).encryptor()
+        self._context.update(bytes(8 * (position % 2)))
+        self._key, self._position, self._pid = key, position, os.getpid()
         self._scratch = np.empty(0, np.uint64)
+
+    def _set_apart(self, num_words: int) -> Self:
+        """Returns a source of the next `num_words` words only; this one goes on behind them."""
+        source = type(self)(self._key, seeded=self.seeded)
+        source._start(self._key, self._position)
+        self._start(self._key, self._position + num_words)
+        return source
 
     def _check_process(self) -> None:
         if self._pid == os.getpid():
@@ -179,16 +199,19 @@ class NoiseSource:
     def _fill(self, out: DoubleVector) -> None:
         """Overwrites `out` (one block at most) with normals; of an odd pair one is lost."""
         pairs = (out.size + 1) // 2
-        words = self._words(2 * pairs)
-        radius, angle = words[:pairs] * _STEP, words[pairs:] * (_STEP * 2 * math.pi)
+        # Signed words become float64 several times as fast as unsigned ones.
+        uniforms: DoubleVector = self._words(2 * pairs).view(np.int64).astype(np.float64)
+        radius, angle = uniforms[:pairs], uniforms[pairs:]
+        radius *= _STEP
         radius += _STEP
-        np.log(radius, out=radius)
+        angle *= _STEP * 2 * math.pi
+        _apply(torch.log, radius, radius)
         radius *= -2.0
         np.sqrt(radius, out=radius)
-        np.cos(angle, out=out[:pairs])
+        _apply(torch.cos, angle, out[:pairs])
         out[:pairs] *= radius
         rest = out.size - pairs
-        np.sin(angle[:rest], out=out[pairs:])
+        _apply(torch.sin, angle[:rest], out[pairs:])
         out[pairs:] *= radius[:rest]
 
     def _fill_uniform(self, out: DoubleVector) -> None:
@@ -198,12 +221,13 @@ class NoiseSource:
     def _fill_laplace(self, out: DoubleVector) -> None:
         """Overwrites `out` (one block at most): bit 0 is the sign, bits 11 to 63 the uniform."""
         words = self._raw_words(out.size)
-        negative = (words & np.uint64(1)).astype(bool)
+        flips = ~words << np.uint64(63)  # the logarithm is negative; bit 0 says what stays so
         np.right_shift(words, np.uint64(11), out=words)
-        np.multiply(words, _STEP, out=out)
+        np.copyto(out, words.view(np.int64))
+        out *= _STEP
         out += _STEP
-        np.log(out, out=out)
-        np.negative(out, out=out, where=~negative)
+        _apply(torch.log, out, out)
+        out.view(np.uint64)[:] ^= flips
 
     def _fill_integers(self, out: IndexVector, law: IntegerTable) -> None:
         """Overwrites `out` (one block at most): the low bits pick a column, the rest compare."""
@@ -231,6 +255,7 @@ class NoiseSource:
             self._scratch = np.empty(count, np.uint64)
         words = self._scratch[:count]
         self._context.update_into(_ZEROS[: 8 * count], words.view(np.uint8).data)
+        self._position += count
         return words
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -249,6 +274,14 @@ def noise_source(purpose: str, *numbers: int, seed: int | None) -> NoiseSource:
     if seed is None:
         return NoiseSource.from_os()
     return NoiseSource.seeded_from(seed, purpose, *numbers)
+
+
+def _apply(function: Callable[..., torch.Tensor], values: DoubleVector, out: DoubleVector) -> None:
+    """Writes `function` of `values` to `out`.
+
+    Without AVX-512 NumPy takes these functions one number at a time, torch several at once.
+    """
+    function(torch.from_numpy(values), out=torch.from_numpy(out))
 
 
 def _digest(domain: str, seed: int, purpose: str, numbers: tuple[int, ...]) -> bytes:

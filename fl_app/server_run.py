@@ -40,7 +40,7 @@ from fl_app.run_directory import (
     check_new,
 )
 from fl_app.settings import Settings
-from fl_app.stages import FloatVector, HistoryRow, IndexVector, LoadedData, RoundTrace, Table
+from fl_app.stages import DoubleVector, HistoryRow, IndexVector, LoadedData, RoundTrace, Table
 from fl_app.training.evaluate import evaluate
 from strategies.dp_fedavg import DPFedAvg
 from strategies.roster import Roster
@@ -358,7 +358,7 @@ class _ServerRun:
             with self.progress, _stop_on_signal(self.stop_requested):
                 strategy.start(
                     grid,
-                    self._to_arrays(strategy.parameters_P.astype(np.float32)),
+                    self._to_arrays(strategy.parameters_P),
                     settings.run.num_rounds,
                     settings.federation.round_timeout,
                     evaluate_fn=self._evaluate,
@@ -387,7 +387,7 @@ class _ServerRun:
         self.directory.save_checkpoint(checkpoint)
         return checkpoint
 
-    def _to_arrays(self, parameters_P: FloatVector) -> ArrayRecord:
+    def _to_arrays(self, parameters_P: DoubleVector) -> ArrayRecord:
         set_flat_parameters(self.model, parameters_P)
         return wire.model_record(self.model.state_dict())
 
@@ -456,7 +456,7 @@ class _ServerRun:
 
     def _write_report(self, status: str) -> RunReport:
         """Writes what the last checkpoint holds; a round that was cut short is not published."""
-        set_flat_parameters(self.model, self.checkpoint.parameters_P.astype(np.float32))
+        set_flat_parameters(self.model, self.checkpoint.parameters_P)
         settings, counts = self.settings, self.ledger.counts()
         result = report.RunReport(
             status=status,

@@ -179,12 +179,14 @@ class CohortSum:
         sum_P: [P] float64; [W] of whole numbers if updates are integers.
         weight: sum of weights of the answers.
         num_answered: clients in it (private under Poisson sampling: operator only).
+        dropped: clients whose update was left out: it is not finite (operator only).
     """
 
     round: int
     sum_P: DoubleVector
     weight: float
     num_answered: int
+    dropped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

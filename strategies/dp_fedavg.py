@@ -27,14 +27,12 @@ from flwr.serverapp.strategy import Result, Strategy
 from fl_app import rng, wire
 from fl_app.accounting.ledger import Ledger
 from fl_app.accounting.plan import PrivacyPlan
-from fl_app.clipping import is_finite
 from fl_app.errors import FederationError, PrivacyError, ProtocolError
 from fl_app.privacy import PrivacyUnit, Sampling
 from fl_app.settings import Settings
 from fl_app.stages import (
     CohortSum,
     DoubleVector,
-    FloatVector,
     IndexVector,
     ProtectedUpdate,
     RoundOrder,
@@ -48,7 +46,7 @@ log = logging.getLogger("dpfl")
 MAX_FAILED_ROUNDS = 3
 """Rounds in a row (or all of a shorter run) of errors from everybody asked: the run has failed."""
 
-ToArrays = Callable[[FloatVector], ArrayRecord]
+ToArrays = Callable[[DoubleVector], ArrayRecord]
 OnRound = Callable[["DPFedAvg", RoundTrace, MetricRecord | None], None]
 
 
@@ -80,7 +78,7 @@ class DPFedAvg(Strategy):
         roster: the nodes.
         parameters_P: [P] float64 global parameters; updated in place.
         optimizer_state: state of the server optimizer, from its `start` or a checkpoint.
-        to_arrays: makes the array record of the global model from its float32 parameters.
+        to_arrays: makes the float32 array record of the global model from its parameters.
         nominal_rows: public row count of a client.
         first_round: the round to begin with (1, or after the checkpoint).
         clipping_norm: client-level C to begin with; None: that of the settings.
@@ -222,7 +220,7 @@ class DPFedAvg(Strategy):
         if not skip and self._can_release(total):
             self._release_and_step(current, total)
         del total, updates  # before the new model is written out: it may be large
-        return self._to_arrays(self.parameters_P.astype(np.float32)), None
+        return self._to_arrays(self.parameters_P), None
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -310,8 +308,6 @@ class DPFedAvg(Strategy):
             raise ProtocolError(f"node {node}: the update has the wrong size")
         if update.modulus != self.settings.mechanism.modulus:
             raise ProtocolError(f"node {node}: the update has the wrong modulus")
-        if not is_finite(update.vector_P):
-            raise ProtocolError(f"node {node}: the update is not finite")
         uniform = self.settings.federation.weighting == "uniform"
         if not (np.isfinite(update.weight) and update.weight >= 0):
             raise ProtocolError(f"node {node}: the weight is not a finite number >= 0")
@@ -319,7 +315,14 @@ class DPFedAvg(Strategy):
             raise ProtocolError(f"node {node}: the weight is not its number of clients")
 
     def _combine(self, current: _Round, updates: Sequence[ProtectedUpdate]) -> CohortSum:
-        return self.settings.protection.combine(updates, self._wire_size, current.order.round)
+        """Returns the sum; clients whose update is not finite have not answered, but violated."""
+        total = self.settings.protection.combine(updates, self._wire_size, current.order.round)
+        dropped = set(total.dropped)
+        for node, clients in current.asked.items():
+            if dropped.intersection(clients):
+                current.violations.append(f"node {node}: the update is not finite")
+        current.answered = [client for client in current.answered if client not in dropped]
+        return total
 
     def _can_release(self, total: CohortSum) -> bool:
         """Returns whether the mechanism's noise is in the sum; else the round was charged in vain.

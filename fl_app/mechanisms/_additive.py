@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from fl_app import checks, layers, noise_schedule
+from fl_app import checks, layers, noise_schedule, parallel
 from fl_app.clipping import clip_l1, clip_l2, clip_layers, l1_norm, l2_norm, split_layers
 from fl_app.errors import PrivacyError
 from fl_app.layers import FLAT, PER_LAYER, LayerShares
@@ -274,7 +274,7 @@ class AdditiveMechanism(Mechanism):
             num_noises: how many independent noises are in the sum by public knowledge.
         """
         std = self._noise_scale(order) * self.noise_kind.std_per_scale * math.sqrt(num_noises)
-        total.sum_P /= expected_cohort
+        parallel.divide(total.sum_P, expected_cohort)
         mean_P, fraction = total.sum_P, None
         if self.target_quantile is not None:
             mean_P = total.sum_P[:-1]

@@ -20,7 +20,7 @@ from fl_app.models._recurrent import keep_names
 
 if TYPE_CHECKING:
     from fl_app.plugins import Model
-    from fl_app.stages import FloatVector, InputSpec
+    from fl_app.stages import DoubleVector, FloatVector, InputSpec
 
 _KEPT = (nn.MultiheadAttention,)
 """Layers that treat records separately; Opacus' stand-ins have parameters of other names."""
@@ -104,8 +104,8 @@ def flat_parameters(network: nn.Module) -> FloatVector:
 
 
 @torch.no_grad()
-def set_flat_parameters(network: nn.Module, vector_P: FloatVector) -> None:
-    """Overwrites the trainable parameters in place with `vector_P` [P].
+def set_flat_parameters(network: nn.Module, vector_P: FloatVector | DoubleVector) -> None:
+    """Overwrites the trainable parameters in place with `vector_P` [P], rounded to their precision.
 
     Raises:
         ModelError: the vector belongs to another network.
@@ -117,7 +117,7 @@ def set_flat_parameters(network: nn.Module, vector_P: FloatVector) -> None:
             f"parameters: got shape {tuple(vector_P.shape)}, this network has {expected}; "
             "use the same model and dataset on both sides"
         )
-    source = torch.from_numpy(np.require(vector_P, np.float32, ["C", "W"]))
+    source = torch.from_numpy(np.require(vector_P, requirements=["C", "W"]))
     start = 0
     for parameter in parameters:
         stop = start + parameter.numel()

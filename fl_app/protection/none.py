@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from fl_app import parallel
 from fl_app.clipping import is_finite
 from fl_app.errors import ProtocolError
 from fl_app.plugins import Protection
@@ -21,8 +21,6 @@ from fl_app.stages import (
     PrivatizedUpdate,
     ProtectedUpdate,
 )
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,35 +65,53 @@ class NoProtection(Protection):
     def combine(
         self, updates: Sequence[ProtectedUpdate], num_parameters: int, round: int
     ) -> CohortSum:
-        """Returns the float64 sum; non-finite arrivals are left out and their clients logged.
+        """Returns the float64 sum; non-finite arrivals are left out and their clients named.
 
-        Sums of integers are exact: a modulus is at most 2^32, and float64 counts to 2^53.
+        Sums of integers are exact: a modulus is at most 2^32, and float64 counts to 2^53. The order
+        of summation is that of `updates`, element by element, whatever the number of threads.
 
         Raises:
             ProtocolError: an update of another round or another size.
         """
-        total = CohortSum(round=round, sum_P=np.zeros(num_parameters), weight=0.0, num_answered=0)
         for update in updates:
             if update.round != round:
                 raise ProtocolError(
                     f"update.round={update.round}: round {round} is running; drop late replies"
                 )
             _check_size(update.vector_P.shape, num_parameters)
-            if not _is_acceptable(update):
-                names = ", ".join(map(str, update.clients))
-                _log.warning("round %d: dropped a non-finite update of clients %s", round, names)
-                continue
-            total.sum_P += update.vector_P
-            if update.modulus is not None:
-                total.sum_P %= update.modulus
-            total.weight += update.weight
-            total.num_answered += len(update.clients)
-        return total
+        kept = [u for u in updates if math.isfinite(u.weight) and u.weight >= 0]
+        sum_P = np.empty(num_parameters)
+        # What is not finite makes the sum not finite, so one look at the sum serves all updates.
+        if not _sum_into(sum_P, kept):
+            kept = [u for u in kept if is_finite(u.vector_P)]
+            _sum_into(sum_P, kept)
+        left_out = {id(u) for u in updates} - {id(u) for u in kept}
+        return CohortSum(
+            round=round,
+            sum_P=sum_P,
+            weight=sum((u.weight for u in kept), 0.0),
+            num_answered=sum(len(u.clients) for u in kept),
+            dropped=tuple(c for u in updates if id(u) in left_out for c in u.clients),
+        )
 
 
-def _is_acceptable(update: ProtectedUpdate) -> bool:
-    sound = math.isfinite(update.weight) and update.weight >= 0
-    return sound and is_finite(update.vector_P)
+def _sum_into(sum_P: DoubleVector, updates: Sequence[ProtectedUpdate]) -> bool:
+    """Overwrites `sum_P` with the sum of the updates; returns whether all of it is finite."""
+    unsound: list[slice] = []
+
+    def add(part: slice) -> None:
+        sum_part = sum_P[part]
+        sum_part[:] = 0.0
+        with np.errstate(over="ignore", invalid="ignore"):
+            for update in updates:
+                sum_part += update.vector_P[part]
+                if update.modulus is not None:
+                    sum_part %= update.modulus
+        if not np.isfinite(sum_part).all():
+            unsound.append(part)
+
+    parallel.each_part(sum_P.size, add)
+    return not unsound
 
 
 def _check_size(shape: tuple[int, ...], num_parameters: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fl_app import checks
+from fl_app import checks, parallel
 from fl_app.plugins import ServerOptimizer
 from fl_app.stages import DoubleVector
 
@@ -44,11 +44,16 @@ class ServerAdam(ServerOptimizer):
     ) -> None:
         """Moves `parameters_P` and both moments in place."""
         first_P, second_P = state["first"], state["second"]
-        first_P *= self.beta1
-        first_P += (1 - self.beta1) * mean_P
-        second_P *= self.beta2
-        second_P += (1 - self.beta2) * mean_P**2
-        parameters_P += self.learning_rate * first_P / (np.sqrt(second_P) + self.tau)
+
+        def move(part: slice) -> None:
+            first_P[part] *= self.beta1
+            first_P[part] += (1 - self.beta1) * mean_P[part]
+            second_P[part] *= self.beta2
+            second_P[part] += (1 - self.beta2) * mean_P[part] ** 2
+            step = self.learning_rate * first_P[part] / (np.sqrt(second_P[part]) + self.tau)
+            parameters_P[part] += step
+
+        parallel.each_part(parameters_P.size, move)
 
 
 PLUGIN = ServerAdam

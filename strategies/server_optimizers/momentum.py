@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fl_app import checks
+from fl_app import checks, parallel
 from fl_app.plugins import ServerOptimizer
 from fl_app.stages import DoubleVector
-from strategies.server_optimizers._blocks import add_scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +32,13 @@ class ServerMomentum(ServerOptimizer):
     ) -> None:
         """Moves `parameters_P` and the velocity in place."""
         velocity_P = state["velocity"]
-        velocity_P *= self.momentum
-        velocity_P += mean_P
-        add_scaled(parameters_P, self.learning_rate, velocity_P)
+
+        def move(part: slice) -> None:
+            velocity_P[part] *= self.momentum
+            velocity_P[part] += mean_P[part]
+            parameters_P[part] += self.learning_rate * velocity_P[part]
+
+        parallel.each_part(parameters_P.size, move)
 
 
 PLUGIN = ServerMomentum

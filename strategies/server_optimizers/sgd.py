@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fl_app import checks
+from fl_app import checks, parallel
 from fl_app.plugins import ServerOptimizer
 from fl_app.stages import DoubleVector
-from strategies.server_optimizers._blocks import add_scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +26,11 @@ class ServerSgd(ServerOptimizer):
         self, parameters_P: DoubleVector, mean_P: DoubleVector, state: dict[str, DoubleVector]
     ) -> None:
         """Moves `parameters_P` in place."""
-        add_scaled(parameters_P, self.learning_rate, mean_P)
+
+        def move(part: slice) -> None:
+            parameters_P[part] += self.learning_rate * mean_P[part]
+
+        parallel.each_part(parameters_P.size, move)
 
 
 PLUGIN = ServerSgd

@@ -10,7 +10,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lower may not import higher. Modules on one line may import each other.
 LAYERS = [
     ["fl_app.errors", "fl_app.checks"],
-    ["fl_app.privacy", "fl_app.stages", "fl_app.rng", "fl_app.plugins", "fl_app.integer_noise"],
+    [
+        "fl_app.privacy",
+        "fl_app.stages",
+        "fl_app.parallel",
+        "fl_app.rng",
+        "fl_app.plugins",
+        "fl_app.integer_noise",
+    ],
     ["fl_app.noise_schedule", "fl_app.layers", "fl_app.clipping"],
     ["fl_app.settings", "fl_app.overrides"],
     [

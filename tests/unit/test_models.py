@@ -116,6 +116,13 @@ def test_set_flat_parameters_writes_in_place_and_keeps_no_view() -> None:
     np.testing.assert_array_equal(models.flat_parameters(network)[250:], vector[250:])
 
 
+def test_set_flat_parameters_rounds_double_precision_once() -> None:
+    network = build(CNN, MNIST)
+    vector = np.random.default_rng(0).standard_normal(21_840)
+    models.set_flat_parameters(network, vector)
+    np.testing.assert_array_equal(models.flat_parameters(network), vector.astype(np.float32))
+
+
 @pytest.mark.parametrize("size", [649, 651])
 def test_set_flat_parameters_refuses_another_size(size: int) -> None:
     with pytest.raises(ModelError, match=r"\(650,\)"):

@@ -6,13 +6,27 @@ import json
 import math
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from fl_app import parallel
 from fl_app.errors import PrivacyError
 from fl_app.rng import NoiseSource, derive_seed, noise_source, stream
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def reference_gaussian(key: bytes, size: int) -> list[float]:
@@ -143,6 +157,101 @@ def test_added_noise_is_the_drawn_noise_times_std() -> None:
     source = NoiseSource.seeded_from(0, "x")
     parts = [source.gaussian(n) for n in (32768, 32768, 32768, 1696)]
     np.testing.assert_allclose(vector - np.arange(100_000), 2.5 * np.concatenate(parts), atol=1e-9)
+
+
+def keystream(key: bytes, num_words: int) -> bytes:
+    ecb = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
+    return b"".join(ecb.update(n.to_bytes(16, "big")) for n in range(-(-num_words // 2)))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
+def test_threads_use_every_word_of_one_keystream_once(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded words of all threads, as a multiset, are the first words that AES makes."""
+    key, size, drawn = bytes(range(32)), 3 * 32768 + 17, []
+    genuine = NoiseSource._raw_words
+
+    def recorded(self: NoiseSource, count: int) -> np.ndarray:
+        words = genuine(self, count)
+        drawn.append(words.copy())
+        return words
+
+    monkeypatch.setattr(NoiseSource, "_raw_words", recorded)
+    source = NoiseSource(key, seeded=True)
+    source.uniform(3)  # an odd number: later draws begin in the middle of a cipher block
+    with torch_threads(num_threads):
+        source.add_gaussian(np.zeros(size), 1.0)
+        source.add_laplace(np.zeros(size), 1.0)
+    source.gaussian(2)
+    # Three, the normals (of an odd size: one word more), the Laplace samples and two.
+    num_words = 3 + (size + 1) + size + 2
+    words = np.concatenate(drawn)
+    expected = np.frombuffer(keystream(key, num_words), "<u8")[:num_words]
+    np.testing.assert_array_equal(np.sort(words), np.sort(expected))
+    assert len(np.unique(words)) == num_words
+
+
+@pytest.mark.parametrize("law", ["add_gaussian", "add_laplace"])
+@pytest.mark.parametrize("size", [0, 5, 32768, 32769, 100_001])
+def test_seeded_noise_is_the_same_for_any_number_of_threads(law: str, size: int) -> None:
+    found = []
+    for num_threads in (1, 2, 3, 8):
+        source, vector = NoiseSource.seeded_from(0, "threads"), np.zeros(size)
+        with torch_threads(num_threads):
+            getattr(source, law)(vector, 2.5)
+            found.append((vector.tobytes(), source.gaussian(3).tobytes()))
+            assert torch.get_num_threads() == num_threads
+    assert len(set(found)) == 1
+
+
+def test_threads_of_an_os_source_share_no_noise() -> None:
+    vector = np.zeros(200_000)
+    with torch_threads(4):
+        source = NoiseSource.from_os()
+        source.add_gaussian(vector, 1.0)
+        values = np.concatenate([vector, source.gaussian(1000)])
+    assert len(np.unique(values)) == len(values)
+
+
+def test_torch_starts_no_threads_within_a_thread() -> None:
+    found = []
+    with torch_threads(3):
+        parallel.in_threads(lambda item: found.append(torch.get_num_threads()), [0, 1, 2])
+    assert found == [1, 1, 1]
+
+
+def test_an_error_in_one_thread_is_raised_and_leaves_torchs_threads_as_they_were() -> None:
+    def fail(item: int) -> None:
+        if item == 2:
+            raise PrivacyError("two")
+
+    with torch_threads(3):
+        with pytest.raises(PrivacyError, match="two"):
+            parallel.in_threads(fail, [0, 1, 2])
+        assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("size", [0, 1, 32768, 32769, 200_000])
+def test_parts_cover_a_vector_once(size: int, num_threads: int) -> None:
+    counts = np.zeros(size)
+
+    def count(part: slice) -> None:
+        counts[part] += 1
+
+    with torch_threads(num_threads):
+        parallel.each_part(size, count)
+        assert len(parallel.shares(size)) <= num_threads
+    np.testing.assert_array_equal(counts, np.ones(size))
+
+
+def test_no_radius_is_the_root_of_a_negative_number() -> None:
+    """Uniforms next to 1, whose logarithm must not round to above 0."""
+    for start in range(0, 200_000, 16_384):
+        words = np.uint64(2**53 - 1 - start) - np.arange(16_384, dtype=np.uint64)
+        fake = type("Fake", (NoiseSource,), {"_words": lambda self, n, w=words: np.resize(w, n)})
+        assert np.isfinite(fake(bytes(32), seeded=True).gaussian(2 * words.size)).all()
 
 
 def test_std_zero_adds_nothing() -> None:

@@ -1,8 +1,10 @@
 """Server optimizers against their papers' formulas, written out independently."""
 
 import numpy as np
+import pytest
 import torch
 
+from fl_app.plugins import ServerOptimizer
 from strategies.server_optimizers.adam import ServerAdam
 from strategies.server_optimizers.momentum import ServerMomentum
 from strategies.server_optimizers.sgd import ServerSgd
@@ -43,8 +45,22 @@ def test_adam_follows_fedadam_without_bias_correction() -> None:
     np.testing.assert_allclose(parameters, expected, rtol=1e-12)
 
 
-def test_vectors_of_several_blocks_are_moved_as_a_whole() -> None:
-    mean = np.random.default_rng(0).normal(size=40_000)
-    parameters = np.ones(40_000)
-    ServerSgd(learning_rate=0.5).step(parameters, mean, {})
-    np.testing.assert_array_equal(parameters, 1 + 0.5 * mean)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ServerSgd(learning_rate=0.5),
+        ServerMomentum(learning_rate=0.5, momentum=0.9),
+        ServerAdam(learning_rate=0.5, beta1=0.9, beta2=0.99, tau=1e-3),
+    ],
+)
+def test_long_vectors_are_moved_as_their_pieces_are(optimizer: ServerOptimizer) -> None:
+    means = np.random.default_rng(0).normal(size=(2, 100_000))
+    whole, state = np.ones(100_000), optimizer.start(100_000)
+    pieces, states = np.ones((100, 1000)), [optimizer.start(1000) for _ in range(100)]
+    for mean in means:
+        optimizer.step(whole, mean, state)
+        for i, piece in enumerate(mean.reshape(100, 1000)):
+            optimizer.step(pieces[i], piece, states[i])
+    np.testing.assert_array_equal(whole, pieces.ravel())
+    for name, vector in state.items():
+        np.testing.assert_array_equal(vector, np.concatenate([s[name] for s in states]))

@@ -49,6 +49,23 @@ def test_train_message_keeps_order_clients_and_plain_model_keys() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.arange(6, dtype=torch.float32).view(2, 3),
+        torch.arange(6, dtype=torch.float64).view(2, 3).T,
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.tensor(3),
+        torch.ones(0, 4),
+    ],
+    ids=["matrix", "transposed", "channels_last", "number", "empty"],
+)
+def test_arrays_are_what_flower_makes_of_them(values: torch.Tensor) -> None:
+    made, flowers = wire.model_record({"x": values})["x"], Array(values.contiguous())
+    assert (made.dtype, made.shape, made.stype) == (flowers.dtype, flowers.shape, flowers.stype)
+    assert made.data == flowers.data
+
+
 def test_reply_holds_the_update_and_public_facts_only() -> None:
     reply = wire.train_reply(UPDATE, ask())
     read = wire.read_train_reply(reply)
