@@ -237,16 +237,6 @@ def estimate(overrides: Sequence[str], *, rows_per_client: int | None = None) ->
     )
 
 
-def traffic_of(overrides: Sequence[str]) -> Traffic:
-    """Returns the bytes of a round of expected size; nothing is trained."""
-    settings = Settings.from_mapping(compose_mapping(overrides))
-    hosts = settings.engine.hosts(settings)
-    data = settings.dataset.load(data_path=None, cache_dir=home() / "cache")
-    planned = _planned(settings, data)
-    rows_N = _rows_of_clients(planned.settings, data)
-    return _traffic(planned, _shares(planned.settings, rows_N, hosts.nodes))
-
-
 def _check(settings: Settings, rows_per_client: int | None) -> None:
     if rows_per_client is not None:
         checks.at_least("--rows-per-client", rows_per_client, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import statistics
@@ -30,6 +31,8 @@ RUNS: Mapping[str, list[str]] = {
         "model=cnn",
         "run.num_rounds=5",
         "training.batch_size=256",
+        "training.noise_multiplier=1.0",
+        "privacy.target_epsilon=null",
     ],
     "mnist, cnn, client level, cohort 100 of 1,000": [
         "dataset=mnist",
@@ -37,7 +40,9 @@ RUNS: Mapping[str, list[str]] = {
         "mechanism=central_gaussian",
         "cohort=fixed_size",
         "cohort.size=100",
-        "cohort.amplification=false",
+        "accountant=rdp",
+        "mechanism.noise_multiplier=1.0",
+        "privacy.target_epsilon=null",
         "federation.population=1000",
         "training.batch_size=20",
         "run.num_rounds=6",
@@ -102,8 +107,6 @@ class _Watched:
 
 
 def _run(overrides: list[str], started: float) -> dict[str, Any]:
-    import json
-
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a run shows
     found: dict[str, Any] = {}
 
