@@ -1,5 +1,6 @@
 """``dpfl plan --cost``: bytes as a run then counts them, and a rehearsal that leaves nothing."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def test_bytes_and_seconds_grow_with_the_cohort_and_not_with_the_population(
         )  # fmt: skip
 
     costs = [found(1_000, size) for size in (1, 10, 100, 500)]
-    for smaller, larger in zip(costs, costs[1:], strict=False):
+    for smaller, larger in itertools.pairwise(costs):
         assert smaller.traffic.sent < larger.traffic.sent
         assert smaller.traffic.received < larger.traffic.received
         assert smaller.seconds_per_round < larger.seconds_per_round
