@@ -56,12 +56,27 @@ def plan(
     plot_partition: Annotated[
         Path | None, typer.Option("--plot-partition", help="Write a picture of them to this file.")
     ] = None,
+    cost: Annotated[
+        bool,
+        typer.Option("--cost", help="Add seconds, bytes and memory, measured here in a rehearsal."),
+    ] = False,
+    rows_per_client: Annotated[
+        int | None,
+        typer.Option(help="With --cost: rows of every client, whatever rows the dataset has."),
+    ] = None,
 ) -> None:
     """Show what a run will cost, without training."""
     from fl_app.server_run import plan_of
 
-    result = plan_of(list(overrides or []), show_partition=show_partition, plot_to=plot_partition)
-    typer.echo(json.dumps(result.values, indent=2, allow_nan=False) if as_json else result.text)
+    words = list(overrides or [])
+    result = plan_of(words, show_partition=show_partition, plot_to=plot_partition)
+    values, text = result.values, result.text
+    if cost:
+        from fl_app.cost import estimate
+
+        found = estimate(words, rows_per_client=rows_per_client)
+        values, text = values | {"cost": found.to_json()}, f"{text}\n{found.to_text()}"
+    typer.echo(json.dumps(values, indent=2, allow_nan=False) if as_json else text)
 
 
 @ledger_app.command()

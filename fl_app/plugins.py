@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -468,14 +468,46 @@ class Protection(Plugin):
         """Returns the sum over all that are finite, zero if none is, and the others' clients."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """What an engine runs the clients on.
+
+    Attributes:
+        nodes: P.
+        workers: processes that the nodes share; 0: the server's own.
+    """
+
+    nodes: int
+    workers: int
+
+
 class Engine(Plugin):
     """Where a run runs."""
 
     __slots__ = ()
 
+    def hosts(self, settings: Settings) -> Hosts:
+        """Returns the nodes and worker processes that a run has.
+
+        Raises:
+            SettingsError: the engine starts neither, so it cannot tell.
+        """
+        raise checks.fail(
+            "engine",
+            self.kind,
+            "does not start its nodes itself, so their cost cannot be told",
+            "choose engine=local or engine=simulation",
+        )
+
     @abstractmethod
-    def run(self, settings: Settings) -> int:
+    def run(
+        self, settings: Settings, serve: Callable[[Any, Settings], object] | None = None
+    ) -> int:
         """Runs all rounds and writes the run directory ``settings.run.output_dir``.
+
+        Args:
+            settings: the checked settings.
+            serve: what the server does with its Flower Grid; None: the run.
 
         Returns:
             The exit code of the process: 0 if the run ended well (budget_exhausted included).

@@ -12,7 +12,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fl_app import checks
 from fl_app.client_policy import LOCAL_SIMULATION, home
-from fl_app.plugins import Engine
+from fl_app.plugins import Engine, Hosts
 from fl_app.settings import Settings
 
 SERVER_NODE_ID = 1
@@ -47,17 +47,24 @@ class LocalEngine(Engine):
         if self.num_workers is not None:
             checks.at_least("engine.num_workers", self.num_workers, 0)
 
-    def run(self, settings: Settings) -> int:
+    def hosts(self, settings: Settings) -> Hosts:
+        """Returns one node per worker unless ``federation.num_nodes`` says otherwise."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        workers = (cores or 1) if self.num_workers is None else self.num_workers
+        nodes = settings.federation.num_nodes or max(1, workers)
+        return Hosts(nodes=nodes, workers=min(workers, nodes))
+
+    def run(
+        self, settings: Settings, serve: Callable[[Grid, Settings], object] | None = None
+    ) -> int:
         """Runs all rounds; see `Engine.run`."""
         from fl_app.server_run import run_server
 
         # Data that is not there must show before workers start, which takes seconds.
         settings.dataset.load(data_path=None, cache_dir=home() / "cache")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        workers = (cores or 1) if self.num_workers is None else self.num_workers
-        nodes = settings.federation.num_nodes or max(1, workers)
-        with LocalGrid(nodes, min(workers, nodes)) as grid:
-            run_server(grid, settings)
+        hosts = self.hosts(settings)
+        with LocalGrid(hosts.nodes, hosts.workers) as grid:
+            (serve or run_server)(grid, settings)
         return 0
 
 

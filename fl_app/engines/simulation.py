@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from fl_app import checks
-from fl_app.plugins import Engine
+from fl_app.plugins import Engine, Hosts
 from fl_app.settings import Settings
 
 
@@ -32,13 +33,21 @@ class SimulationEngine(Engine):
         checks.at_least("engine.num_cpus_per_client", self.num_cpus_per_client, 1)
         checks.non_negative("engine.num_gpus_per_client", self.num_gpus_per_client)
 
-    def run(self, settings: Settings) -> int:
+    def hosts(self, settings: Settings) -> Hosts:
+        """Returns one node per Ray actor unless ``federation.num_nodes`` says otherwise.
+
+        The actors are those that this machine's cores allow.
+        """
+        actors = max(1, (os.cpu_count() or 1) // self.num_cpus_per_client)
+        nodes = settings.federation.num_nodes or actors
+        return Hosts(nodes=nodes, workers=min(actors, nodes))
+
+    def run(
+        self, settings: Settings, serve: Callable[[Grid, Settings], object] | None = None
+    ) -> int:
         """Runs all rounds; see `Engine.run`."""
         from fl_app.client_app import app as client_app
 
-        num_nodes = settings.federation.num_nodes or max(
-            1, (os.cpu_count() or 1) // self.num_cpus_per_client
-        )
         resources: dict[str, Any] = {
             "num_cpus": self.num_cpus_per_client,
             "num_gpus": self.num_gpus_per_client,
@@ -46,22 +55,22 @@ class SimulationEngine(Engine):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             run_simulation(
-                server_app=_server_app(settings),
+                server_app=_server_app(settings, serve),
                 client_app=client_app,
-                num_supernodes=num_nodes,
+                num_supernodes=self.hosts(settings).nodes,
                 backend_config={"client_resources": resources},
             )
         return 0
 
 
-def _server_app(settings: Settings) -> ServerApp:
+def _server_app(settings: Settings, serve: Callable[[Grid, Settings], object] | None) -> ServerApp:
     from fl_app.server_run import run_server
 
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        run_server(grid, settings)
+        (serve or run_server)(grid, settings)
 
     return app
 

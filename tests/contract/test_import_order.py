@@ -36,6 +36,8 @@ LAYERS = [
     ["fl_app.report", "fl_app.progress", "fl_app.run_directory", "fl_app.ledger_view"],
     ["fl_app.server_run"],
     ["fl_app.engines"],
+    ["fl_app.rehearsal"],
+    ["fl_app.cost"],
     ["fl_app.server_app", "fl_app.client_app", "fl_app.cli", "fl_app.run"],
 ]
 MAY_IMPORT_FLWR = (
@@ -44,6 +46,8 @@ MAY_IMPORT_FLWR = (
     "strategies.dp_fedavg",
     "strategies.roster",
     "fl_app.server_run",
+    "fl_app.rehearsal",
+    "fl_app.cost",
     "fl_app.server_app",
     "fl_app.client_app",
 )
