@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,75 @@ class Options:
     repeats: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """Another product that is a baseline: rows that need it are slow and run only when asked for.
+
+    Attributes:
+        name: what ``--baseline`` calls it.
+        requirements: packages beyond those of dpfl, each ``name==version``.
+    """
+
+    name: str
+    requirements: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> str:
+        """What to do about missing packages in one line, empty if all are here."""
+        missing = [r for r in self.requirements if not _installed(*r.split("=="))]
+        if not missing:
+            return ""
+        # Without dependencies: those of dpfl do, and pfl asks for an older dp-accounting.
+        install = f"pip install --no-deps {' '.join(self.requirements)}"
+        return f"{self.name}: {', '.join(missing)} not installed; {install}"
+
+
+PFL = Product(name="pfl", requirements=("pfl==0.6.0", "prv-accountant==0.2.0"))
+FLOWER_OPACUS = Product(name="flower_opacus")
+PRODUCTS = (PFL, FLOWER_OPACUS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A line of the table of results.
+
+    Attributes:
+        work: what was done.
+        ours, baseline: what each took, in words.
+        ratio: ours over the baseline, or what the target is about.
+        target: in words.
+        met: whether the target is met.
+    """
+
+    work: str
+    ours: str
+    baseline: str
+    ratio: str
+    target: str
+    met: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Benchmark(ABC):
     """One row, or a few, of the table of results.
 
     Attributes:
         title: the work in words.
+        product: the other product that it needs.
+        profile: where the time goes, for a target that is not met.
     """
 
     title: str
+    product: Product | None = None
+    profile: str = ""
+
+    def explanation(self, found: dict[str, Any]) -> str:
+        """Returns where the time goes, for a target that is not met; empty if nobody looked."""
+        return self.profile
+
+    @abstractmethod
+    def lines(self, found: dict[str, Any]) -> list[Line]:
+        """Returns the lines of the table for what `run` returned."""
 
     @abstractmethod
     def run(self, options: Options) -> dict[str, Any]:
@@ -71,15 +132,29 @@ class Ratio(Benchmark):
         work: prepares the work; its time does not count.
     """
 
-    title: str
     baseline: str
     target: float
     threads: int
     work: Callable[[Options], AbstractContextManager[Work]]
 
+    def lines(self, found: dict[str, Any]) -> list[Line]:
+        ours, baseline = (statistics.median(found[f"{s}_seconds"]) for s in ("ours", "baseline"))
+        low, high = found["spread"]
+        return [
+            Line(
+                work=f"{self.title}, {self.threads} thread{'s' if self.threads > 1 else ''}",
+                ours=f"{ours:.3g} s",
+                baseline=f"{baseline:.3g} s: {self.baseline}",
+                ratio=f"{found['ratio']:.2f} ({low:.2f} to {high:.2f})",
+                target=f"<= {self.target:.2f}",
+                met=found["ratio"] <= self.target,
+            )
+        ]
+
     def run(self, options: Options) -> dict[str, Any]:
         threads = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
+        # Threads that wait for each other make tiny work slow where many programs run.
+        torch.set_num_threads(1 if options.tiny else self.threads)
         try:
             with self.work(options) as work:
                 work.check()
@@ -128,9 +203,16 @@ def in_turn(
 
 
 def names() -> list[str]:
-    """Returns the benchmarks in this folder."""
+    """Returns the benchmarks in this folder, those that need another product included."""
     files = Path(__file__).parent.glob("[a-z]*.py")
     return sorted(f.stem for f in files if "\nBENCHMARK = " in f.read_text(encoding="utf-8"))
+
+
+def _installed(package: str, wanted: str) -> bool:
+    try:
+        return version(package) == wanted
+    except PackageNotFoundError:
+        return False
 
 
 def load(name: str) -> Benchmark:

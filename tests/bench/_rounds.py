@@ -37,7 +37,7 @@ def summed(
     """Asks one node after another for its share of `clients` and returns the sum over all."""
     nodes = sorted(grid.get_node_ids())
     arrays, text = wire.model_record(model.state_dict()), settings.to_wire()
-    asked = {node: clients[p :: len(nodes)] for p, node in enumerate(nodes)}
+    asked = {n: [c for c in clients if c % len(nodes) == p] for p, n in enumerate(nodes)}
     messages = [
         wire.train_message(node, arrays, text, order, share) for node, share in asked.items()
     ]

@@ -86,10 +86,7 @@ def _plain_round(model: nn.Module, partitions: list[ClientPartition]) -> np.ndar
     for partition in partitions:
         set_flat_parameters(model, global_P)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        # The client's own stream, so that both see the same batches; the first draw is dropout's.
-        stream = rng.stream(0, "batches", 1, partition.client, 0)
-        stream.integers(2**63)
-        rows = stream.permutation(partition.rows)
+        rows = shuffled(partition)
         for start in range(0, len(rows), BATCH):
             inputs, labels = fetch(partition.table, rows[start : start + BATCH], CPU)
             optimizer.zero_grad()
@@ -98,6 +95,13 @@ def _plain_round(model: nn.Module, partitions: list[ClientPartition]) -> np.ndar
         total_P += flat_parameters(model) - global_P
     set_flat_parameters(model, global_P)
     return np.asarray(total_P / len(partitions))
+
+
+def shuffled(partition: ClientPartition) -> np.ndarray:
+    """Returns the client's rows in the order of its own stream: all sides see the same batches."""
+    stream = rng.stream(0, "batches", 1, partition.client, 0)
+    stream.integers(2**63)  # the first draw is dropout's
+    return stream.permutation(partition.rows)
 
 
 BENCHMARK = Ratio(

@@ -14,7 +14,7 @@ from fl_app.engines.local import LocalGrid
 from fl_app.models import num_parameters
 from fl_app.overrides import compose
 from fl_app.partitioners import split_of
-from tests.bench._core import Benchmark, Options
+from tests.bench._core import Benchmark, Line, Options
 from tests.bench._rounds import load, network, order_of, released, summed
 
 NODES = 2
@@ -65,9 +65,21 @@ class Overhead(Benchmark):
         measure: returns seconds per client.
     """
 
-    title: str
     target: float
     measure: Callable[[Options], list[float]]
+
+    def lines(self, found: dict[str, Any]) -> list[Line]:
+        each = found["milliseconds"]
+        return [
+            Line(
+                work=self.title,
+                ours=f"{statistics.median(each):.2f} ms a client",
+                baseline="-",
+                ratio=f"{min(each):.2f} to {max(each):.2f} ms",
+                target=f"< {self.target:g} ms",
+                met=statistics.median(each) < self.target,
+            )
+        ]
 
     def run(self, options: Options) -> dict[str, Any]:
         found = [1e3 * seconds for seconds in self.measure(options)]

@@ -35,7 +35,7 @@ from fl_app.stages import DoubleVector, FloatVector, ProtectedUpdate
 from strategies.dp_fedavg import DPFedAvg
 from strategies.roster import Roster
 from strategies.server_optimizers.sgd import ServerSgd
-from tests.bench._core import Benchmark, Options
+from tests.bench._core import Benchmark, Line, Options
 from tests.bench._rounds import load, network
 from tests.bench._runs import resident
 
@@ -60,9 +60,34 @@ class Aggregation(Benchmark):
         copies: time to stay below, in NumPy copies of one.
     """
 
-    title: str
     models: float
     copies: float
+
+    def lines(self, found: dict[str, Any]) -> list[Line]:
+        seconds, copy = (statistics.median(found[key]) for key in ("seconds", "copy_seconds"))
+        peak = statistics.median(found["peak_models"])
+        return [
+            Line(
+                work=f"{self.title}: time",
+                ours=f"{seconds:.2f} s",
+                baseline=f"{copy:.3g} s: NumPy copy of one model",
+                ratio=f"{found['ratio']:.1f}",
+                target=f"<= {self.copies:g}",
+                met=found["ratio"] <= self.copies,
+            ),
+            Line(
+                work=f"{self.title}: peak memory",
+                ours=f"{peak:.2f} models",
+                baseline="one model",
+                ratio=f"{peak:.2f}",
+                target=f"<= {self.models:g}",
+                met=peak <= self.models,
+            ),
+        ]
+
+    def explanation(self, found: dict[str, Any]) -> str:
+        """Returns what each step takes, in copies of one model."""
+        return "in copies: " + ", ".join(f"{k} {v:.1f}" for k, v in found["profile_copies"].items())
 
     def run(self, options: Options) -> dict[str, Any]:
         hidden = "[20,20]" if options.tiny else "[7000,6300]"

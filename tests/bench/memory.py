@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tests.bench._core import Benchmark, Options
+from tests.bench._core import Benchmark, Line, Options
 from tests.bench._runs import costs
 
 
@@ -13,8 +13,20 @@ from tests.bench._runs import costs
 class Memory(Benchmark):
     """Resident memory late in a run over that early in it, server and nodes in one process."""
 
-    title: str
     target: float
+
+    def lines(self, found: dict[str, Any]) -> list[Line]:
+        resident = found["resident_mib"]
+        return [
+            Line(
+                work=self.title,
+                ours=f"{resident[49]:.0f} MiB at round 50",
+                baseline=f"{resident[4]:.0f} MiB: itself at round 5",
+                ratio=f"{found['ratio']:.3f}",
+                target=f"< {self.target:g}",
+                met=found["ratio"] < self.target,
+            )
+        ]
 
     def run(self, options: Options) -> dict[str, Any]:
         clients, rounds, early, late = (5, 4, 2, 3) if options.tiny else (100, 100, 5, 50)

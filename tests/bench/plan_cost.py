@@ -22,7 +22,7 @@ from fl_app.cost import estimate
 from fl_app.rehearsal import peak_memory, peak_memory_of_others
 from fl_app.server_run import load_settings, run_server
 from fl_app.settings import Settings
-from tests.bench._core import Benchmark, Options
+from tests.bench._core import Benchmark, Line, Options
 
 RUNS: Mapping[str, list[str]] = {
     "digits, the main job": ["run.num_rounds=20"],
@@ -61,8 +61,21 @@ class PlanCost(Benchmark):
         target: how far from 1 the ratios of a round's seconds and of memory should be at most.
     """
 
-    title: str
     target: float
+
+    def lines(self, found: dict[str, Any]) -> list[Line]:
+        key = "seconds_per_round"
+        return [
+            Line(
+                work=f"dpfl plan --cost, seconds of a round: {name}",
+                ours=f"{run['predicted'][key]:.3g} s predicted",
+                baseline=f"{run['measured'][key]:.3g} s measured",
+                ratio=f"{run['ratios'][key]:.2f}",
+                target=f"{1 - self.target:g} to {1 + self.target:g}",
+                met=abs(run["ratios"][key] - 1) <= self.target,
+            )
+            for name, run in found["runs"].items()
+        ]
 
     def run(self, options: Options) -> dict[str, Any]:
         found, lines = {}, []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tests.bench._core import Benchmark, Options
+from tests.bench._core import Benchmark, Line, Options
 from tests.bench._runs import costs
 
 
@@ -15,8 +15,26 @@ from tests.bench._runs import costs
 class Population(Benchmark):
     """Processor time of a round and memory at the end, of many clients over those of few."""
 
-    title: str
     target: float
+
+    def lines(self, found: dict[str, Any]) -> list[Line]:
+        few, many = (statistics.median(times) for times in found["seconds"].values())
+        less, more = (statistics.median(sizes) for sizes in found["resident_bytes"].values())
+        values = {
+            "time_ratio": (f"{1e3 * many:.1f} ms a round", f"{1e3 * few:.1f} ms"),
+            "memory_ratio": (f"{more / 2**20:.0f} MiB", f"{less / 2**20:.0f} MiB"),
+        }
+        return [
+            Line(
+                work=self.title,
+                ours=ours,
+                baseline=f"{baseline}: itself",
+                ratio=f"{found[key]:.2f}",
+                target=f"<= {self.target:.2f}",
+                met=found[key] <= self.target,
+            )
+            for key, (ours, baseline) in values.items()
+        ]
 
     def run(self, options: Options) -> dict[str, Any]:
         few, many, cohort = (20, 200, 10) if options.tiny else (1_000, 100_000, 100)
