@@ -36,7 +36,10 @@ def test_all_benchmarks_give_right_results(tmp_path: Path) -> None:
     assert all("text" in entry for entry in found["benchmarks"].values())
 
 
-@pytest.mark.parametrize("product", [product.name for product in _core.PRODUCTS])
+@pytest.mark.parametrize(
+    "product",
+    ["pfl", pytest.param("flower_opacus", marks=pytest.mark.slow)],  # Ray and 100 SuperNodes
+)
 def test_the_work_against_another_product_is_the_same_or_it_says_what_is_missing(
     product: str, tmp_path: Path
 ) -> None:
