@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ CPU = torch.device("cpu")
 BATCH = 128
 SAME = 1e-5
 """Largest relative difference between a sum of clipped gradients and Opacus' own."""
+UNDECIDED = 1e-6
+"""Part of a layer's largest input that float32 rounding is taken to reach."""
 
 
 def mnist_or_synthetic(tiny: bool) -> list[str]:
@@ -81,15 +84,51 @@ def dp_epoch(model: nn.Module, partition: ClientPartition, batch_size: int) -> N
 
 
 def check_against_opacus(model: nn.Module, partition: ClientPartition) -> None:
-    """Raises AssertionError unless one full-batch step equals one by Opacus' gradients."""
+    """Raises AssertionError unless one full-batch step equals one by Opacus' gradients.
+
+    Over the rows that `decided` keeps: on others rounding alone, different for every order of
+    summation, makes gradients of up to 0.5 % difference, Opacus' own from float64 included.
+    """
+    rows = partition.rows[decided(model, fetch(partition.table, partition.rows, CPU)[0]).numpy()]
+    assert 2 * len(rows) > len(partition.rows), "most rows are left out of the comparison"
+    partition = dataclasses.replace(partition, rows=rows)
     start_P = flat_parameters(model)
-    expected_P = opacus_sum(model, *fetch(partition.table, partition.rows, CPU), clipping_norm=0.1)
+    expected_P = opacus_sum(model, *fetch(partition.table, rows, CPU), clipping_norm=0.1)
     training = dp_sgd(local_steps=1, batch_rate=1.0, learning_rate=1.0, clipping_norm=0.1)
     update = training.train(model, partition, job(1, noise_multiplier=0.0))
     set_flat_parameters(model, start_P)
     error = np.linalg.norm(update.delta_P + expected_P) / np.linalg.norm(expected_P)
     # The update is the difference of float32 parameters, which loses digits of its own.
     assert error <= SAME, f"differs from Opacus by {error:.1e}"
+
+
+def decided(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Returns the rows [B] bool in which float32 takes the branches that float64 takes.
+
+    That is, in which no ReLU's input is nearly 0 and no two pooled values are nearly equal, by
+    `UNDECIDED` of the layer's largest input. Equal values count as decided: their patches are.
+    """
+    exact = copy.deepcopy(model).eval().double()
+    keep_B = torch.ones(len(inputs), dtype=torch.bool)
+
+    def look(module: nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        (x,) = arguments
+        gaps = x.abs()
+        if isinstance(module, nn.MaxPool2d):
+            size = module.kernel_size
+            largest = x.unfold(2, size, size).unfold(3, size, size).flatten(4).topk(2).values
+            gaps = largest[..., 0] - largest[..., 1]
+        near = (gaps > 0).flatten(1) & (
+            gaps.flatten(1) < UNDECIDED * x.flatten(1).abs().amax(1, keepdim=True)
+        )
+        keep_B.logical_and_(~near.any(1))
+
+    for module in exact.modules():
+        if isinstance(module, nn.ReLU | nn.MaxPool2d):
+            module.register_forward_pre_hook(look)
+    with torch.no_grad():
+        exact(inputs.double() if inputs.is_floating_point() else inputs)
+    return keep_B
 
 
 def opacus_sum(
