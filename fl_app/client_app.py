@@ -8,7 +8,7 @@ import traceback
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fl_app import client_round, wire
+from fl_app import client_round, parallel, wire
 from fl_app.client_policy import Node
 from fl_app.errors import DpflError
 
@@ -45,6 +45,7 @@ def hello(message: Message, context: Context) -> Message:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Trains the asked clients; a failure becomes a reply without anything measured on data."""
+    parallel.keep_freed_memory()
     node = _node(context)
     if node is None:
         return wire.failure_reply(MISCONFIGURED, message, wire.REFUSED)

@@ -30,9 +30,12 @@ class Standardize(Transform):
     def __call__(self, stored: npt.NDArray[Any]) -> torch.Tensor:
         """Returns float32 [B, C, ...] of `stored` [B, C, ...]; B may be 0."""
         batch = torch.from_numpy(np.array(stored, dtype=np.float32))
+        batch.div_(self.largest)
+        if len(self.mean) == 1:
+            return batch.sub_(self.mean[0]).div_(self.std[0])
         channels = (1, len(self.mean)) + (1,) * (batch.dim() - 2)
         mean, std = (torch.tensor(values).view(channels) for values in (self.mean, self.std))
-        return batch.div_(self.largest).sub_(mean).div_(std)
+        return batch.sub_(mean).div_(std)
 
 
 def check_constants(

@@ -137,7 +137,7 @@ def _check_precision(model: Model, network: nn.Module) -> None:
 
 
 def _trainable(network: nn.Module) -> Iterator[nn.Parameter]:
-    for _, parameter in network.named_parameters():
+    for parameter in network.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
             yield parameter
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -46,16 +46,16 @@ def channels_last(images: Tensor) -> Tensor:
     return images.as_strided(images.shape, strides)
 
 
-def laid_out(inputs: Tensor, model: nn.Module) -> Tensor:
-    """Returns `inputs` [B, ...] in the memory order that `model` takes least time with.
+def layout_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Returns what puts inputs [B, ...] into the memory order that `model` takes least time with.
 
     On the CPU that is images with the channels innermost, but not before a group normalization.
     """
-    if inputs.dim() != 4 or inputs.device.type != "cpu":
-        return inputs
     if any(isinstance(module, nn.GroupNorm) for module in model.modules()):
-        return inputs
-    return channels_last(inputs)
+        return lambda inputs: inputs
+    return lambda inputs: (
+        channels_last(inputs) if inputs.dim() == 4 and inputs.device.type == "cpu" else inputs
+    )
 
 
 def decayed(learning_rate: float, decay: float, round: int) -> float:

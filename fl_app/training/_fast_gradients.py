@@ -32,7 +32,7 @@ from fl_app.errors import ModelError
 from fl_app.training._batches import channels_last
 
 _CACHED = 2**18
-"""Numbers of unfolded input that are multiplied at a time: 1 MiB, so that they stay in a cache."""
+"""Numbers that are worked on at a time: 1 MiB, so that they stay in a core's cache."""
 
 
 class SampleGradients(ABC):
@@ -69,8 +69,12 @@ class Dense(SampleGradients):
 
     def norms(self, order: int) -> Tensor:
         """Returns the norm of each row's gradient [B]."""
-        norms_B: Tensor = vector_norm(self._flat(), order, dim=1, dtype=wide(self.grads))
-        return norms_B
+        dtype, grads = wide(self.grads), self._flat()
+        if not len(grads):
+            return grads.new_zeros(0, dtype=dtype)
+        # Rows at a time: torch copies what it takes norms of into the wider type.
+        parts = [vector_norm(grads[part], order, dim=1, dtype=dtype) for part in _parts(grads)]
+        return torch.cat(parts)
 
     def without(self, dropped_B: Tensor) -> SampleGradients:
         """Returns the gradients with zero for the rows of `dropped_B`."""
@@ -336,15 +340,23 @@ def _multiplied(
     """Returns outputs [N, O, L] times unfolded inputs [N, L, I] ([N, I, L] if `transposed`)."""
     inner = shape[0] if transposed else shape[1]
     grads = outputs.new_empty(len(outputs), outputs.shape[1], inner)
-    size = max(1, min(len(outputs), _CACHED // max(1, shape[0] * shape[1])))
-    columns = outputs.new_empty(size, *shape)
-    for start in range(0, len(outputs), size):
-        part = windows[start : start + size]
-        copied = columns[: len(part)]
-        copied.view(part.shape).copy_(part)
+    columns: Tensor | None = None
+    for part in _parts(windows):
+        unfolded = windows[part]
+        if columns is None:
+            columns = outputs.new_empty(len(unfolded), *shape)
+        copied = columns[: len(unfolded)]
+        copied.view(unfolded.shape).copy_(unfolded)
         factor = copied.transpose(1, 2) if transposed else copied
-        torch.bmm(outputs[start : start + size], factor, out=grads[start : start + size])
+        torch.bmm(outputs[part], factor, out=grads[part])
     return grads
+
+
+def _parts(rows: Tensor) -> Iterator[slice]:
+    """Yields ranges of `rows` [B, ...] of about `_CACHED` numbers each, all rows in order."""
+    size = max(1, _CACHED // max(1, rows[0].numel())) if len(rows) else 1
+    for start in range(0, len(rows), size):
+        yield slice(start, start + size)
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:

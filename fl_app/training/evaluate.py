@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_app.errors import DataError
 from fl_app.stages import IndexVector, Table
-from fl_app.training._batches import fetch, laid_out
+from fl_app.training._batches import fetch, layout_of
 
 
 @torch.no_grad()
@@ -31,11 +31,12 @@ def evaluate(
         raise DataError("test rows=0: evaluation needs at least one; choose another dataset")
     was_training = model.training
     model.to(device).eval()
+    lay_out = layout_of(model)
     correct, loss = 0, 0.0
     margins: list[torch.Tensor] = []
     for start in range(0, num_rows, batch_size):
         inputs, labels = fetch(table, slice(start, start + batch_size), device)
-        logits = model(laid_out(inputs, model))
+        logits = model(lay_out(inputs))
         correct += int((logits.argmax(dim=1) == labels).sum())
         loss += float(cross_entropy(logits.float(), labels, reduction="sum"))
         if logits.shape[1] == 2:

@@ -18,7 +18,7 @@ from fl_app.models import flat_parameters
 from fl_app.plugins import Training, TrainingJob
 from fl_app.privacy import PrivacyEvent
 from fl_app.stages import ClientPartition, IndexVector, LocalUpdate
-from fl_app.training._batches import decayed, fetch, laid_out, torch_stream
+from fl_app.training._batches import decayed, fetch, layout_of, torch_stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +68,13 @@ class Sgd(Training):
         model.train()
         before_P = flat_parameters(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
+        lay_out = layout_of(model)
         velocities: dict[Tensor, Tensor | None] = {}
         learning_rate = decayed(self.learning_rate, self.learning_rate_decay, job.round)
         with torch_stream(job.batches, job.device):
             for rows in self._batches(partition.rows, job.batches):
                 inputs, labels = fetch(partition.table, rows, job.device, job.batches)
-                loss = cross_entropy(model(laid_out(inputs, model)), labels)
+                loss = cross_entropy(model(lay_out(inputs)), labels)
                 grads = torch.autograd.grad(loss, parameters, allow_unused=True)
                 self._step(parameters, grads, velocities, learning_rate)
         return LocalUpdate(

@@ -13,6 +13,7 @@ from fl_app.client_policy import home
 from fl_app.models import build_model
 from fl_app.settings import Settings
 from fl_app.stages import CohortSum, DoubleVector, LoadedData, ProtectedUpdate, RoundOrder
+from strategies.roster import Roster
 
 
 def network(settings: Settings, data: LoadedData) -> nn.Module:
@@ -31,15 +32,31 @@ def order_of(settings: Settings, nominal_rows: int) -> RoundOrder:
     )
 
 
+def joined(grid: Grid, settings: Settings) -> Roster:
+    """Returns the nodes of `grid`, once all have answered."""
+    roster = Roster(settings.federation, settings.to_wire())
+    roster.gather(grid)
+    return roster
+
+
 def summed(
-    grid: Grid, settings: Settings, model: nn.Module, order: RoundOrder, clients: Sequence[int]
+    grid: Grid,
+    settings: Settings,
+    model: nn.Module,
+    order: RoundOrder,
+    clients: Sequence[int],
+    roster: Roster | None = None,
 ) -> CohortSum:
-    """Asks one node after another for its share of `clients` and returns the sum over all."""
+    """Asks the nodes for their shares of `clients` and returns the sum over all.
+
+    Without a `roster`, nodes host clients by the order of their ids, as those of `LocalGrid` do.
+    """
     nodes = sorted(grid.get_node_ids())
     arrays, text = wire.model_record(model.state_dict()), settings.to_wire()
     asked = {n: [c for c in clients if c % len(nodes) == p] for p, n in enumerate(nodes)}
     messages = [
-        wire.train_message(node, arrays, text, order, share) for node, share in asked.items()
+        wire.train_message(node, arrays, text, order, share)
+        for node, share in (roster.group(clients) if roster else asked).items()
     ]
     updates = [wire.read_train_reply(reply) for reply in grid.send_and_receive(messages)]
     total = 0

@@ -15,7 +15,7 @@ from fl_app.models import num_parameters
 from fl_app.overrides import compose
 from fl_app.partitioners import split_of
 from tests.bench._core import Benchmark, Line, Options
-from tests.bench._rounds import load, network, order_of, released, summed
+from tests.bench._rounds import joined, load, network, order_of, released, summed
 
 NODES = 2
 SETTINGS = (
@@ -42,11 +42,12 @@ def overheads(grid: Grid, options: Options, num_clients: int) -> list[float]:
     assert num_parameters(model) == 21_840
     assert not any(len(rows) for rows in split_of(settings, data)[:num_clients])
     order = order_of(settings, nominal_rows=60)
-    few = len(list(grid.get_node_ids()))
+    roster = joined(grid, settings)
+    few = roster.num_nodes
 
     def seconds(clients: int) -> float:
         start = time.perf_counter()
-        total = summed(grid, settings, model, order, range(clients))
+        total = summed(grid, settings, model, order, range(clients), roster)
         assert not total.sum_P.any(), "clients without rows must not move the sum"
         released(total, settings, order)
         return time.perf_counter() - start

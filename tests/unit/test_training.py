@@ -18,7 +18,7 @@ from fl_app.plugins import Training, TrainingJob, Transform
 from fl_app.privacy import NeighboringRelation, NoiseKind, PrivacyUnit, Sampling, View
 from fl_app.rng import NoiseSource, stream
 from fl_app.stages import ClientPartition, LocalUpdate, Table
-from fl_app.training._batches import laid_out
+from fl_app.training._batches import layout_of
 from fl_app.training.evaluate import evaluate
 
 CPU = torch.device("cpu")
@@ -625,7 +625,7 @@ def test_images_are_laid_out_with_channels_innermost_and_train_the_same() -> Non
     torch.manual_seed(0)
     convolution = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.Flatten())
     images = torch.randn(5, 1, 8, 8)
-    laid = laid_out(images, convolution)
+    laid = layout_of(convolution)(images)
     assert torch.equal(laid, images)
     assert convolution[0](laid).is_contiguous(memory_format=torch.channels_last)
     grads = []
@@ -642,4 +642,4 @@ def test_tables_and_images_before_a_group_normalization_stay_as_they_are() -> No
         (torch.zeros(5, 7), nn.Linear(7, 2)),
         (torch.zeros(1, 1, 8, 8), normalized),
     ):
-        assert laid_out(inputs, model) is inputs
+        assert layout_of(model)(inputs) is inputs
