@@ -50,16 +50,18 @@ def in_threads(work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
             pass
 
 
-def each_part(size: int, work: Callable[[slice], None]) -> None:
-    """Calls `work` with ranges that cover `size` elements and fit a core's cache, in threads.
+def each_part(size: int, work: Callable[[slice], None], part: int = _PART) -> None:
+    """Calls `work` with ranges of at most `part` elements that cover `size` of them, in threads.
+
+    By default they fit a core's cache.
 
     `work` must change nothing but those elements. Its result may depend on the range, which is the
     same for any number of threads, but not on the order of calls.
     """
 
     def go_through(share: slice) -> None:
-        for start in range(share.start, share.stop, _PART):
-            work(slice(start, min(start + _PART, share.stop)))
+        for start in range(share.start, share.stop, part):
+            work(slice(start, min(start + part, share.stop)))
 
     in_threads(go_through, shares(size))
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from fl_app import parallel
 from fl_app.clipping import is_finite
@@ -21,6 +24,9 @@ from fl_app.stages import (
     PrivatizedUpdate,
     ProtectedUpdate,
 )
+
+_PART = 1 << 16
+"""Elements that are summed at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,22 +102,32 @@ class NoProtection(Protection):
 
 
 def _sum_into(sum_P: DoubleVector, updates: Sequence[ProtectedUpdate]) -> bool:
-    """Overwrites `sum_P` with the sum of the updates; returns whether all of it is finite."""
+    """Overwrites `sum_P` with the sum of the updates; returns whether all of it is finite.
+
+    False also if only the sum of all elements is not.
+    """
+    sums, vectors = torch.from_numpy(sum_P), [_read_only(u.vector_P) for u in updates]
     unsound: list[slice] = []
 
     def add(part: slice) -> None:
-        sum_part = sum_P[part]
-        sum_part[:] = 0.0
-        with np.errstate(over="ignore", invalid="ignore"):
-            for update in updates:
-                sum_part += update.vector_P[part]
-                if update.modulus is not None:
-                    sum_part %= update.modulus
-        if not np.isfinite(sum_part).all():
+        # NumPy takes twice as long to add float32 to float64.
+        sum_part = sums[part].zero_()
+        for update, vector in zip(updates, vectors, strict=True):
+            sum_part += vector[part]
+            if update.modulus is not None:
+                sum_part.remainder_(update.modulus)
+        if not math.isfinite(sum_part.sum()):
             unsound.append(part)
 
-    parallel.each_part(sum_P.size, add)
+    parallel.each_part(sum_P.size, add, _PART)
     return not unsound
+
+
+def _read_only(vector: npt.NDArray[Any]) -> torch.Tensor:
+    """Returns a tensor on the memory of `vector`, which may be an arrived message's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(vector)
 
 
 def _check_size(shape: tuple[int, ...], num_parameters: int) -> None:
