@@ -26,11 +26,12 @@ from tests.bench._core import Benchmark, Line, Options
 
 RUNS: Mapping[str, list[str]] = {
     "digits, the main job": ["run.num_rounds=20"],
+    "digits, the main job in Flower's simulation": ["run.num_rounds=20", "engine=simulation"],
     "mnist, cnn, record level, 10 clients": [
         "dataset=mnist",
         "model=cnn",
         "run.num_rounds=5",
-        "training.batch_size=256",
+        "training.batch_rate=0.05",
         "training.noise_multiplier=1.0",
         "privacy.target_epsilon=null",
     ],
