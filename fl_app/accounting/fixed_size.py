@@ -43,14 +43,14 @@ def fixed_size_rdp(z: float, rate: float, orders: DoubleVector) -> DoubleVector:
 def _cgf(wholes: DoubleVector, powers: DoubleVector) -> DoubleVector:
     """Returns (order - 1) times the bound at some whole orders from 1."""
     most = int(wholes.max(initial=2))
-    terms = _log_binomials(tuple(wholes.tolist()), most) + powers[: most - 1]
+    terms = log_binomials(tuple(wholes.tolist()), most)[:, 2:] + powers[: most - 1]
     return np.asarray(np.logaddexp(0, logsumexp(terms, axis=1)))
 
 
-@functools.lru_cache(maxsize=4)
-def _log_binomials(wholes: tuple[float, ...], most: int) -> DoubleVector:
-    """Returns log binom(a, i) of the whole orders a and i = 2 to `most`; -inf where i > a."""
-    a, i = np.array(wholes)[:, None], np.arange(2, most + 1)
+@functools.lru_cache(maxsize=8)
+def log_binomials(wholes: tuple[float, ...], most: int) -> DoubleVector:
+    """Returns log binom(a, i) of whole orders a and i = 0 to `most`; -inf where i > a."""
+    a, i = np.array(wholes)[:, None], np.arange(most + 1)
     table = gammaln(a + 1) - gammaln(i + 1) - gammaln(np.maximum(a - i, 0) + 1)
     return np.where(i <= a, table, -np.inf)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import dp_accounting
 import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
-from scipy.special import gammaln, logsumexp
+from scipy.special import logsumexp
 
-from fl_app.accounting.fixed_size import fixed_size_rdp
+from fl_app.accounting.fixed_size import fixed_size_rdp, log_binomials
 from fl_app.accounting.integers import integer_noise_rdp
 from fl_app.accounting.steps import fits, refuse_noise, sensitivity_multiplier, step_counts
 from fl_app.errors import AccountingError
@@ -114,18 +114,10 @@ def _integrated(z: float, rate: float, orders: DoubleVector) -> DoubleVector:
 def _summed(z: float, rate: float) -> DoubleVector:
     """Returns the same at the whole orders of `_WHOLE`, as a binomial sum (same section)."""
     k = np.arange(_WHOLE[-1] + 1.0)
-    terms = _log_binomials() + k * math.log(rate) + (k * k - k) / (2 * z * z)
+    terms = log_binomials(tuple(_WHOLE.tolist()), int(_WHOLE[-1])) + k * math.log(rate) + (k * k - k) / (2 * z * z)
     terms += (_WHOLE[:, None] - k) * math.log1p(-rate)
     bound: DoubleVector = logsumexp(terms, axis=1) / (_WHOLE - 1)
     return bound
-
-
-@functools.lru_cache(maxsize=1)
-def _log_binomials() -> DoubleVector:
-    """Returns log binom(a, k) of the whole orders a and k = 0, 1, ...; -inf where k > a."""
-    a, k = _WHOLE[:, None], np.arange(_WHOLE[-1] + 1.0)
-    table = gammaln(a + 1) - gammaln(k + 1) - gammaln(np.maximum(a - k, 0) + 1)
-    return np.where(k <= a, table, -np.inf)
 
 
 def _library_rdp(event: PrivacyEvent, orders: DoubleVector) -> DoubleVector:
