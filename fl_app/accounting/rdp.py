@@ -114,7 +114,11 @@ def _integrated(z: float, rate: float, orders: DoubleVector) -> DoubleVector:
 def _summed(z: float, rate: float) -> DoubleVector:
     """Returns the same at the whole orders of `_WHOLE`, as a binomial sum (same section)."""
     k = np.arange(_WHOLE[-1] + 1.0)
-    terms = log_binomials(tuple(_WHOLE.tolist()), int(_WHOLE[-1])) + k * math.log(rate) + (k * k - k) / (2 * z * z)
+    terms = (
+        log_binomials(tuple(_WHOLE.tolist()), int(_WHOLE[-1]))
+        + k * math.log(rate)
+        + (k * k - k) / (2 * z * z)
+    )
     terms += (_WHOLE[:, None] - k) * math.log1p(-rate)
     bound: DoubleVector = logsumexp(terms, axis=1) / (_WHOLE - 1)
     return bound

@@ -70,8 +70,9 @@ class Dense(SampleGradients):
     def norms(self, order: int) -> Tensor:
         """Returns the norm of each row's gradient [B]."""
         dtype, grads = wide(self.grads), self._flat()
-        if not len(grads):
-            return grads.new_zeros(0, dtype=dtype)
+        if grads.numel() <= _CACHED:
+            norms_B: Tensor = vector_norm(grads, order, dim=1, dtype=dtype)
+            return norms_B
         # Rows at a time: torch copies what it takes norms of into the wider type.
         parts = [vector_norm(grads[part], order, dim=1, dtype=dtype) for part in _parts(grads)]
         return torch.cat(parts)
@@ -83,8 +84,10 @@ class Dense(SampleGradients):
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """Returns the sum of factor times gradient over the rows."""
-        order = self._order()
         total = factors_B.to(self.grads.dtype) @ self._flat()
+        if self.grads.is_contiguous():
+            return total.view(self.grads.shape[1:])
+        order = self._order()
         ordered = total.view([self.grads.shape[1 + axis] for axis in order])
         return ordered.permute([order.index(axis) for axis in range(len(order))])
 
@@ -94,6 +97,8 @@ class Dense(SampleGradients):
         return sorted(range(len(strides)), key=lambda axis: -strides[axis])
 
     def _flat(self) -> Tensor:
+        if self.grads.is_contiguous():
+            return self.grads.flatten(1)
         return self.grads.permute(0, *[1 + axis for axis in self._order()]).flatten(1)
 
 

@@ -8,8 +8,8 @@ Shape letters: B rows of a batch, P parameters, L parameter tensors (layers).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,7 @@ class _PerSample(GradSampleModule):  # type: ignore[misc]
     def __init__(self, model: nn.Module) -> None:
         nn.Module.__init__(self)
         self.fast = frozenset(fast_layers(model, self.iterate_submodules(model)))
+        self._hooked = any(True for _ in self.iterate_submodules(model))
         super().__init__(model, loss_reduction="sum", strict=True)
 
     def iterate_submodules(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -98,7 +99,7 @@ class _PerSample(GradSampleModule):  # type: ignore[misc]
             for p in layer.parameters()
         ):
             raise ValueError("a batch is still there; zero_grad comes before the next one")
-        with _OutOfPlace():
+        with _OutOfPlace() if self._hooked else nullcontext():
             scores: torch.Tensor = super().forward(*inputs)
         return scores
 
@@ -228,6 +229,19 @@ def _clean(model: nn.Module) -> None:
                 delattr(module, name)
 
 
+class _Samples(Sequence[SampleGradients]):
+    """Per-sample gradients of parameters; Opacus asks several times a step how many there are."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], num_rows: int) -> None:
+        self._parameters, self._num_rows = parameters, num_rows
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __getitem__(self, index: Any) -> Any:
+        return sample_gradients(self._parameters[index], self._num_rows)
+
+
 class NoisySGD(DPOptimizer):  # type: ignore[misc]
     """Opacus' optimizer with our noise, a fixed denominator, and zero for what is not finite.
 
@@ -271,13 +285,13 @@ class NoisySGD(DPOptimizer):  # type: ignore[misc]
         self._layers = layers
 
     @property
-    def grad_samples(self) -> list[SampleGradients]:
-        """The per-sample gradients of each parameter."""
-        return [sample_gradients(parameter, self.num_rows) for parameter in self.params]
+    def grad_samples(self) -> Sequence[SampleGradients]:
+        """The per-sample gradients of each parameter, made when they are asked for."""
+        return _Samples(self.params, self.num_rows)
 
     def clip_and_accumulate(self) -> None:
         """Adds the clipped per-sample gradients of this (part of a) batch to the sum."""
-        grads = self.grad_samples
+        grads = list(self.grad_samples)
         order = 1 if self._kind is NoiseKind.LAPLACE else 2
         norms_BL = torch.stack([g.norms(order) for g in grads], dim=1)
         norms_B = vector_norm(norms_BL, order, dim=1)
