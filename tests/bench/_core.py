@@ -83,16 +83,14 @@ class Benchmark(ABC):
     Attributes:
         title: the work in words.
         product: the other product that it needs.
-        profile: where the time goes, for a target that is not met.
     """
 
     title: str
     product: Product | None = None
-    profile: str = ""
 
     def explanation(self, found: dict[str, Any]) -> str:
         """Returns where the time goes, for a target that is not met; empty if nobody looked."""
-        return self.profile
+        return str(found.get("profile", ""))
 
     @abstractmethod
     def lines(self, found: dict[str, Any]) -> list[Line]:
@@ -114,11 +112,13 @@ class Work:
     Attributes:
         ours, baseline: do the work once.
         check: raises AssertionError unless both give the same result where they should.
+        profile: measures where the time goes; asked if the target is not met.
     """
 
     ours: Callable[[], object]
     baseline: Callable[[], object]
     check: Callable[[], None]
+    profile: Callable[[], str] = lambda: ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +159,8 @@ class Ratio(Benchmark):
             with self.work(options) as work:
                 work.check()
                 ours, baseline = in_turn(work.ours, work.baseline, options.repeats, self._clock())
+                ratio = statistics.median(ours) / statistics.median(baseline)
+                profile = work.profile() if ratio > self.target else ""
         finally:
             torch.set_num_threads(threads)
         ratios = [a / b for a, b in zip(ours, baseline, strict=True)]
@@ -169,15 +171,16 @@ class Ratio(Benchmark):
             "clock": self._clock().__name__,
             "ours_seconds": ours,
             "baseline_seconds": baseline,
-            "ratio": statistics.median(ours) / statistics.median(baseline),
+            "ratio": ratio,
             "spread": [min(ratios), max(ratios)],
+            "profile": profile,
         }
         text = (
             f"{statistics.median(ours):.3f} s against {statistics.median(baseline):.3f} s "
-            f"({self.baseline}): ratio {found['ratio']:.2f}, pairs {min(ratios):.2f} to "
+            f"({self.baseline}): ratio {ratio:.2f}, pairs {min(ratios):.2f} to "
             f"{max(ratios):.2f}, target <= {self.target:.2f}, {self.threads} thread(s), "
             f"{found['clock']}"
-        )
+        ) + (f"; {profile}" if profile else "")
         return found | {"text": text}
 
     def _clock(self) -> Callable[[], float]:

@@ -87,7 +87,13 @@ class Accounting(Benchmark):
             )
         shown = [f"{work} {_shown(value)}" for work, value in seconds.items()]
         shown += [f"{what} {_shown(value)}" for what, value in plain.values()]
-        return {"seconds": seconds, "plain_seconds": plain, "text": "; ".join(shown)}
+        profile = f"a charge is durable before anybody is asked; one fsync of this disk takes {_shown(sync)}"
+        return {
+            "seconds": seconds,
+            "plain_seconds": plain,
+            "profile": profile,
+            "text": "; ".join(shown),
+        }
 
 
 def _settings(num_rounds: int, words: list[str]) -> Any:
@@ -164,7 +170,4 @@ def _shown(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds < 0.1 else f"{seconds:.2g} s"
 
 
-BENCHMARK = Accounting(
-    title="accounting",
-    profile="a charge is durable before anybody is asked, and the disk's own fsync takes that long",
-)
+BENCHMARK = Accounting(title="accounting")

@@ -17,7 +17,7 @@ from fl_app.overrides import compose
 from fl_app.settings import Settings
 from fl_app.training._batches import fetch
 from tests.bench._core import Options, Ratio, Work
-from tests.bench._rounds import load, network, order_of, relative_error, summed
+from tests.bench._rounds import load, network, order_of, passes, relative_error, summed
 from tests.bench._training import CPU, mnist_or_synthetic
 
 POPULATION, COHORT, WORKERS = 100, 20, 2
@@ -47,6 +47,7 @@ def _work(options: Options) -> Iterator[Work]:
             ours=lambda: summed(grid, private, model, order_of(private, rows), range(COHORT)),
             baseline=lambda: _plain_round(model, global_P, batches),
             check=check,
+            profile=lambda: passes(model, batches, WORKERS),
         )
 
 

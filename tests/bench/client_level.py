@@ -19,7 +19,7 @@ from fl_app.settings import Settings
 from fl_app.stages import ClientPartition
 from fl_app.training._batches import fetch
 from tests.bench._core import Options, Ratio, Work
-from tests.bench._rounds import load, network, order_of, relative_error, released, summed
+from tests.bench._rounds import load, network, order_of, passes, relative_error, released, summed
 from tests.bench._training import CPU
 
 WORKERS, BATCH, LEARNING_RATE = 2, 20, 0.05
@@ -76,7 +76,12 @@ def _work(options: Options) -> Iterator[Work]:
             error = relative_error(start_P + ours(exact), expected_P)
             assert error <= SAME, f"differs from plain SGD by {error:.1e}"
 
-        yield Work(ours=ours, baseline=lambda: _plain_round(model, partitions), check=check)
+        yield Work(
+            ours=ours,
+            baseline=lambda: _plain_round(model, partitions),
+            check=check,
+            profile=lambda: passes(model, batches_of(partitions), WORKERS),
+        )
 
 
 def _plain_round(model: nn.Module, partitions: list[ClientPartition]) -> np.ndarray:
@@ -95,6 +100,15 @@ def _plain_round(model: nn.Module, partitions: list[ClientPartition]) -> np.ndar
         total_P += flat_parameters(model) - global_P
     set_flat_parameters(model, global_P)
     return np.asarray(total_P / len(partitions))
+
+
+def batches_of(partitions: list[ClientPartition]) -> list[list[torch.Tensor]]:
+    """Returns all batches of a round."""
+    return [
+        fetch(p.table, rows, CPU)
+        for p in partitions
+        for rows in np.split(shuffled(p), range(BATCH, len(p.rows), BATCH))
+    ]
 
 
 def shuffled(partition: ClientPartition) -> np.ndarray:

@@ -22,13 +22,14 @@ from fl_app.models import flat_parameters, num_parameters, set_flat_parameters
 from fl_app.settings import Settings
 from fl_app.training._batches import fetch
 from tests.bench._core import PFL, Options, Ratio, Work
-from tests.bench._rounds import load, network, order_of, relative_error, released, summed
+from tests.bench._rounds import load, network, order_of, passes, relative_error, released, summed
 from tests.bench._training import CPU
 from tests.bench.client_level import (
     BATCH,
     LEARNING_RATE,
     SAME,
     WORKERS,
+    batches_of,
     central,
     cohort,
     shuffled,
@@ -60,7 +61,12 @@ def _work(options: Options) -> Iterator[Work]:
             error = relative_error(start_P + ours(exact), new_P)
             assert error <= SAME, f"differs from pfl by {error:.1e}"
 
-        yield Work(ours=ours, baseline=pfl, check=check)
+        yield Work(
+            ours=ours,
+            baseline=pfl,
+            check=check,
+            profile=lambda: passes(model, batches_of(partitions), WORKERS),
+        )
 
 
 class _Network(nn.Module):
