@@ -94,8 +94,8 @@ def passes(model: nn.Module, batches: Sequence[Sequence[torch.Tensor]], workers:
     least = statistics.median(seconds)
     return (
         f"forward and backward passes over the same {len(batches)} batches alone, in plain PyTorch "
-        f"with the channels innermost, take {least:.2g} s of one thread, which is {least / workers:.2g} s "
-        f"of {workers} workers"
+        f"with the channels innermost, take {least:.2g} s of one thread, which is "
+        f"{least / workers:.2g} s of {workers} workers"
     )
 
 

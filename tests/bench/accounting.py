@@ -87,7 +87,7 @@ class Accounting(Benchmark):
             )
         shown = [f"{work} {_shown(value)}" for work, value in seconds.items()]
         shown += [f"{what} {_shown(value)}" for what, value in plain.values()]
-        profile = f"a charge is durable before anybody is asked; one fsync of this disk takes {_shown(sync)}"
+        profile = f"a charge is durable before a round, and an fsync here takes {_shown(sync)}"
         return {
             "seconds": seconds,
             "plain_seconds": plain,
