@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import math
 import secrets
 import traceback
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -72,17 +74,23 @@ def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
         # After all that may stand in the way, before anything that depends on a record leaves.
         events = request_events(settings, request.order, global_P.size)
         ledger.charge(events * len(request.clients))
-    updates: list[PrivatizedUpdate] = []
     failures: list[str] = []
-    for client in request.clients:
-        try:
-            updates.append(run_client(client, settings, request.order, model, global_P, data, node))
-        except Exception as error:  # one client's fault must not silence the others
-            log.warning("client %d left out:\n%s", client, traceback.format_exc())
-            failures.append(public_cause(error, node))
-    if not updates:
+
+    def train_all() -> Iterator[PrivatizedUpdate]:
+        for client in request.clients:
+            try:
+                update = run_client(client, settings, request.order, model, global_P, data, node)
+            except Exception as error:  # one client's fault must not silence the others
+                log.warning("client %d left out:\n%s", client, traceback.format_exc())
+                failures.append(public_cause(error, node))
+            else:
+                yield update
+
+    updates = train_all()
+    first = next(updates, None)
+    if first is None:
         raise FederationError(f"no client of node {node.partition_id} could train: {failures[:1]}")
-    return settings.protection.protect(updates, request.order.round)
+    return settings.protection.protect(itertools.chain([first], updates), request.order.round)
 
 
 def check_order(order: RoundOrder, settings: Settings) -> None:

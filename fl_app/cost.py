@@ -168,7 +168,7 @@ class Cost:
         lines = [
             f"cost on this machine, {self.hosts.nodes} nodes on {self.hosts.workers} workers, "
             f"{self.clients_per_round:g} clients a round of {self.rows_per_client:.4g} rows:",
-            f"seconds of {self.num_rounds} rounds: {self.seconds_total:.3g} "
+            f"seconds of {self.num_rounds} rounds: {_readable(self.seconds_total)} "
             f"(start {self.seconds_startup:.3g}, end {found.finish:.3g})",
             f"seconds of a round: {self.seconds_per_round:.3g} (nodes {self.node_seconds:.3g}, "
             f"server {found.server:.3g}, each evaluation {found.evaluation:.3g})",
@@ -179,6 +179,11 @@ class Cost:
             f"and {_mib(self.mapped_data_bytes)} of mapped rows that all share",
         ]
         return "\n".join([*lines, *(f"not included: {text}" for text in NOT_INCLUDED)])
+
+
+def _readable(seconds: float) -> str:
+    """Returns at least three digits, and never an exponent."""
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 
 def estimate(overrides: Sequence[str], *, rows_per_client: int | None = None) -> Cost:

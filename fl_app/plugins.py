@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -458,8 +458,12 @@ class Protection(Plugin):
     hides_from_server: ClassVar[bool]
 
     @abstractmethod
-    def protect(self, updates: Sequence[PrivatizedUpdate], round: int) -> ProtectedUpdate:
-        """Returns what a node sends for the clients it hosts (at least one)."""
+    def protect(self, updates: Iterable[PrivatizedUpdate], round: int) -> ProtectedUpdate:
+        """Returns what a node sends for the clients it hosts (at least one).
+
+        The updates come one by one, each after its client has trained; keep no more of them than
+        needed: a node may host thousands of clients.
+        """
 
     @abstractmethod
     def combine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,33 +39,42 @@ class NoProtection(Protection):
 
     hides_from_server: ClassVar[bool] = False
 
-    def protect(self, updates: Sequence[PrivatizedUpdate], round: int) -> ProtectedUpdate:
+    def protect(self, updates: Iterable[PrivatizedUpdate], round: int) -> ProtectedUpdate:
         """Returns the weighted sum of the updates, float64 (of one client: its float32 update).
 
-        Integers are summed modulo their modulus. A float32 sum over many clients would move by more
-        than C when one of them changes.
+        Takes one update at a time. Integers are summed modulo their modulus. A float32 sum over
+        many clients would move by more than C when one of them changes.
 
         Raises:
             ProtocolError: no update, or updates of different sizes or moduli.
         """
-        if not updates:
+        arrivals = iter(updates)
+        first = next(arrivals, None)
+        if first is None:
             raise ProtocolError("updates=[]: a node sends at least one client's update")
-        modulus = updates[0].modulus
-        if any(update.modulus != modulus for update in updates):
-            raise ProtocolError("updates: must have one modulus")
-        vector_P: FloatVector | DoubleVector | IndexVector
-        if len(updates) == 1 and updates[0].weight == 1:
-            vector_P = updates[0].vector_P
-        elif modulus is not None:
-            vector_P = _sum(updates).astype(np.int64) % modulus
-        else:
-            vector_P = _sum(updates)
+        clients, weights = [first.client], [first.weight]
+        vector_P: FloatVector | DoubleVector | IndexVector = first.vector_P
+        sum_P = None if first.weight == 1 else first.weight * first.vector_P.astype(np.float64)
+        for update in arrivals:
+            if update.modulus != first.modulus:
+                raise ProtocolError("updates: must have one modulus")
+            if sum_P is None:
+                sum_P = first.vector_P.astype(np.float64)
+            _check_size(update.vector_P.shape, sum_P.size)
+            if update.weight == 1:
+                sum_P += update.vector_P
+            else:
+                sum_P += update.weight * update.vector_P.astype(np.float64)
+            clients.append(update.client)
+            weights.append(update.weight)
+        if sum_P is not None:
+            vector_P = sum_P if first.modulus is None else sum_P.astype(np.int64) % first.modulus
         return ProtectedUpdate(
             round=round,
-            clients=tuple(update.client for update in updates),
+            clients=tuple(clients),
             vector_P=vector_P,
-            weight=math.fsum(update.weight for update in updates),
-            modulus=modulus,
+            weight=math.fsum(weights),
+            modulus=first.modulus,
         )
 
     def combine(
@@ -136,17 +145,6 @@ def _check_size(shape: tuple[int, ...], num_parameters: int) -> None:
             f"update shape={shape}: must be ({num_parameters},); "
             "use the same model and dataset on both sides"
         )
-
-
-def _sum(updates: Sequence[PrivatizedUpdate]) -> DoubleVector:
-    sum_P = np.zeros(updates[0].vector_P.shape, np.float64)
-    for update in updates:
-        _check_size(update.vector_P.shape, sum_P.size)
-        if update.weight == 1:
-            sum_P += update.vector_P
-        else:
-            sum_P += update.weight * update.vector_P.astype(np.float64)
-    return sum_P
 
 
 PLUGIN = NoProtection

@@ -1,5 +1,7 @@
 """protection=none: sums at the node and at the server."""
 
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -56,6 +58,25 @@ def test_sums_are_made_in_float64() -> None:
     assert PROTECTION.protect(updates, 1).vector_P.tolist() == [100.0]
     combined = PROTECTION.combine([sent((i,), u.vector_P) for i, u in enumerate(updates)], 1, 1)
     assert combined.sum_P.tolist() == [100.0]
+
+
+def test_a_node_holds_no_more_than_a_few_updates_at_a_time() -> None:
+    alive: list[weakref.ref[np.ndarray]] = []
+    most = 0
+
+    def train() -> Iterator[PrivatizedUpdate]:
+        nonlocal most
+        for client in range(20):
+            update = private(client, [1.0, 2.0])
+            alive.append(weakref.ref(update.vector_P))
+            yield update
+            del update
+            most = max(most, sum(vector() is not None for vector in alive))
+
+    node = PROTECTION.protect(train(), 1)
+    assert node.clients == tuple(range(20))
+    assert node.vector_P.tolist() == [20.0, 40.0]
+    assert most <= 3
 
 
 def test_protecting_leaves_the_updates_alone() -> None:
