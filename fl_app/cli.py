@@ -84,10 +84,12 @@ def show(
     path: Path,
     as_json: Json = False,
     delta: Annotated[
-        float, typer.Option("--delta", help="A node's ledger: delta of the stated epsilons.")
-    ] = 1e-5,
+        float | None,
+        typer.Option("--delta", help="A node's ledger: delta of the stated epsilons."),
+    ] = None,
     max_epsilon: Annotated[
-        float | None, typer.Option("--max-epsilon", help="A node's ledger: say what is left of it.")
+        float | None,
+        typer.Option("--max-epsilon", help="A node's ledger: what is left of it, not of its own."),
     ] = None,
 ) -> None:
     """Show every release in a ledger; of a node's ledger also what its data have spent."""

@@ -70,6 +70,7 @@ def run_node(request: TrainRequest, node: Node) -> ProtectedUpdate:
     model = worker_model(request.settings, node)
     model.load_state_dict(request.model, strict=True)
     global_P = flat_parameters(model)
+    node.policy.check(settings, request.order, global_P.size)
     if (ledger := node.ledger) is not None:
         # After all that may stand in the way, before anything that depends on a record leaves.
         events = request_events(settings, request.order, global_P.size)
@@ -112,11 +113,20 @@ def check_order(order: RoundOrder, settings: Settings) -> None:
             of_round(PrivacyUnit.RECORD),
         ),
     )
+    noised = {
+        "mechanism.noise_multiplier": settings.client_level,
+        "training.noise_multiplier": settings.training.private,
+    }
     for key, asked, agreed in pairs:
         if not _same(asked, agreed):
             raise PrivacyError(
                 f"{key}={asked} asked in round {order.round}: the settings say {agreed}; "
                 "the node does not train"
+            )
+        if asked is None and noised[key]:
+            raise PrivacyError(
+                f"{key}=null asked in round {order.round}: the noise of a release must be a "
+                "number; the node does not train"
             )
     if order.weighting != settings.federation.weighting:
         raise PrivacyError(

@@ -11,10 +11,12 @@ from typing import Any
 from fl_app import checks
 from fl_app.accounting.ledger import read, read_id
 from fl_app.accounting.node_charge import SMALLEST_DELTA, ledger_guarantees
-from fl_app.accounting.node_ledger import data_id_of
+from fl_app.accounting.node_ledger import budget_of, data_id_of
 from fl_app.privacy import Guarantee, PrivacyUnit
 from fl_app.progress import statement
 from fl_app.stages import LedgerEntry
+
+_DELTA = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +27,16 @@ class LedgerView:
     text: str
 
 
-def ledger_view(path: Path, *, delta: float = 1e-5, max_epsilon: float | None = None) -> LedgerView:
+def ledger_view(
+    path: Path, *, delta: float | None = None, max_epsilon: float | None = None
+) -> LedgerView:
     """Returns the verified rows of the ledger at `path`; of a node's also its statement.
 
     Args:
         path: the ledger, which other processes may be writing to.
-        delta: of the statement (nodes' ledgers only).
-        max_epsilon: the node's budget at `delta`, to say what is left of it; None: not said.
+        delta: of the statement (nodes' ledgers only); None: that of the node's budget, or 1e-5.
+        max_epsilon: the node's budget at `delta`, to say what is left of it; None: the one that the
+            last charge was held to, if it was to one and `delta` is not another.
 
     Raises:
         LedgerError: missing or damaged.
@@ -48,6 +53,11 @@ def ledger_view(path: Path, *, delta: float = 1e-5, max_epsilon: float | None = 
     lines = [_line(row, "round" if data_id is None else "request") for row in rows]
     lines.append(f"{len(rows)} releases, head {head}")
     if data_id is not None:
+        kept_epsilon, kept_delta = budget_of(path)
+        if delta is None:
+            delta = kept_delta or _DELTA
+        if max_epsilon is None and delta == kept_delta:
+            max_epsilon = kept_epsilon
         node = _node_view(data_id, entries, delta, max_epsilon)
         values |= node.values
         lines.append(node.text)

@@ -139,11 +139,18 @@ class NodePolicy:
             max_delta=self.max_delta,
         )
 
-    def check(self, settings: Settings, order: RoundOrder) -> None:
+    def check(
+        self, settings: Settings, order: RoundOrder, num_parameters: int | None = None
+    ) -> None:
         """Refuses what falls below the node's floors.
 
-        A noise multiplier that is still to be calibrated (None) passes: the order that asks for
-        training has a number.
+        A noise multiplier that is still to be calibrated (None) passes: an order that asks for
+        training without a number is refused by `client_round.check_order`.
+
+        Args:
+            settings: what both sides agreed on.
+            order: what is asked.
+            num_parameters: P; None: the model is not there yet, and rounding does not count.
 
         Raises:
             PrivacyError: with the node's key, what was asked and what is allowed.
@@ -154,7 +161,7 @@ class NodePolicy:
         if settings.protection.kind not in self.allowed_protections:
             asked = f"protection={settings.protection.kind}"
             raise _below("allowed-protections", self.allowed_protections, asked)
-        for key, z in _noises(settings, order).items():
+        for key, z in _noises(settings, order, num_parameters).items():
             if z is not None and not z >= self.min_noise_multiplier:
                 raise _below("min-noise-multiplier", self.min_noise_multiplier, f"{key}={z}")
         limit = self.max_clipping_norm
@@ -183,11 +190,13 @@ def order_of(settings: Settings) -> RoundOrder:
     )
 
 
-def _noises(settings: Settings, order: RoundOrder) -> dict[str, float | None]:
+def _noises(
+    settings: Settings, order: RoundOrder, num_parameters: int | None
+) -> dict[str, float | None]:
     """Returns the noise multipliers that count, by key."""
     found: dict[str, float | None] = {}
     if settings.client_level and order.noise_multiplier is not None:
-        own = settings.mechanism.own_noise_multiplier(order.noise_multiplier)
+        own = settings.mechanism.own_noise_multiplier(order.noise_multiplier, num_parameters)
         found["mechanism.noise_multiplier"] = own
     if settings.training.private:
         found["training.noise_multiplier"] = order.training_noise_multiplier

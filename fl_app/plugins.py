@@ -287,10 +287,16 @@ class Mechanism(Plugin, Releaser):
         """Returns how long the vectors that clients send are: P, and counts or padding."""
         return num_parameters + self.num_counts
 
-    def own_noise_multiplier(self, noise_multiplier: float) -> float:
+    def own_noise_multiplier(
+        self, noise_multiplier: float, num_parameters: int | None = None
+    ) -> float:
         """Returns z, or what it is of the noise that one client adds by itself where that is less.
 
         A node's floor is about this: what others add it cannot verify.
+
+        Args:
+            noise_multiplier: z.
+            num_parameters: P; None: not known yet, then it may be more than the truth.
         """
         return noise_multiplier
 

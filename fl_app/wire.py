@@ -173,7 +173,7 @@ def read_train(message: Message) -> TrainRequest:
     try:
         return TrainRequest(
             settings=_text(message, SETTINGS),
-            order=RoundOrder(**json.loads(_text(message, ORDER))),
+            order=_order(json.loads(_text(message, ORDER))),
             clients=_ints(config[CLIENTS]),
             model=model_state(message.content.array_records[MODEL]),
         )
@@ -286,9 +286,21 @@ def _text(message: Message, key: str) -> str:
     return value
 
 
-def _int(value: object) -> int:
+def _order(values: Mapping[str, Any]) -> RoundOrder:
+    order = RoundOrder(**values)
+    for name, least in (("round", 1), ("attempt", 0), ("nominal_rows", 0)):
+        if _int(getattr(order, name), name) < least:
+            raise ProtocolError(f"message: {name} must be at least {least}")
+    for name in ("clipping_norm", "noise_multiplier", "training_noise_multiplier"):
+        number = getattr(order, name)
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
+            raise ProtocolError(f"message: {name} must be a number or null")
+    return order
+
+
+def _int(value: object, name: str = "") -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ProtocolError(f"message: {value!r} must be a whole number")
+        raise ProtocolError(f"message: {name}{'=' if name else ''}{value!r} must be a whole number")
     return value
 
 

@@ -63,7 +63,7 @@ def calibrate(
     low, high = _bracket(evaluate, _guess(make_events, target_epsilon, delta))
     if high is None:
         integers = any(event.shares is not None for event in make_events(1.0))
-        remedy = ", raise mechanism.bits" if integers else ""
+        remedy = ", raise mechanism.scale or mechanism.bits" if integers else ""
         raise AccountingError(_unreachable(accountant, target_epsilon, delta) + remedy)
     if low is None:
         return math.exp(high.log_z)

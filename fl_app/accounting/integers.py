@@ -72,7 +72,8 @@ def ratio_range(share_variance: float, num_shares: int) -> float:
     """
     k = np.arange(1, num_shares, dtype=np.float64)
     first = np.exp(-2 * math.pi**2 * share_variance * k / (k + 1))
-    wave = 2 * first / (1 - first**3)  # j^2 >= 1 + 3 (j - 1)
+    with np.errstate(divide="ignore"):
+        wave = 2 * first / (1 - first**3)  # j^2 >= 1 + 3 (j - 1)
     if (wave >= 1).any():
         return math.inf
     return 2 * float(np.sum(np.arctanh(wave)))

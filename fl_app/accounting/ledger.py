@@ -453,8 +453,10 @@ def _acquire(path: Path, wait_seconds: float) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The holder before us may have unlinked the file that we had opened meanwhile.
-            if os.path.exists(name) and os.path.samestat(os.fstat(lock), os.stat(name)):
+            if os.path.samestat(os.fstat(lock), os.stat(name)):
                 return lock
+            os.close(lock)
+        except FileNotFoundError:
             os.close(lock)
         except BlockingIOError:
             os.close(lock)

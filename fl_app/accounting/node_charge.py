@@ -25,7 +25,9 @@ client-level releases tell about all rows of the node together (CLIENT under ZER
 
 from __future__ import annotations
 
+import logging
 import math
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -52,6 +54,8 @@ from fl_app.stages import LedgerEntry, RoundOrder
 if TYPE_CHECKING:
     from fl_app.accounting.plan import PrivacyPlan
     from fl_app.plugins import Accountant
+
+log = logging.getLogger("dpfl")
 
 ACCOUNTANTS: tuple[Accountant, ...] = (Rdp(), Pld(discretization=1e-4))
 """A node's own accountants, the quick one first: each number is a bound, so the smaller one is."""
@@ -303,5 +307,8 @@ def _bound(
             elif event.unit is PrivacyUnit.CLIENT:
                 composed[event] += count
         return accountant.epsilon(composed, delta)
-    except (AccountingError, ArithmeticError, ValueError):
+    except (AccountingError, ArithmeticError):
         return math.inf  # a number that cannot be computed bounds nothing
+    except ValueError:
+        log.warning("accountant=%s has no bound:\n%s", accountant.kind, traceback.format_exc())
+        return math.inf

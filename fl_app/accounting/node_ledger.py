@@ -64,9 +64,9 @@ class NodeLedger:
             entries = ledger.entries()
             request = entries[-1].round + 1 if entries else 1
             if not entries:
-                _write_head(self.path, ledger)  # from now on a ledger without it has lost it
+                self._write_head(ledger)  # from now on a ledger without it has lost it
             ledger.append_all(request, events)
-            _write_head(self.path, ledger)
+            self._write_head(ledger)
 
     def check(self, events: Sequence[PrivacyEvent]) -> None:
         """Raises what `charge` would raise, but charges nothing."""
@@ -82,6 +82,28 @@ class NodeLedger:
             ledger.close()
             raise
         return ledger
+
+    def _write_head(self, ledger: Ledger) -> None:
+        """Keeps head, number of rows and the budget that charges are held to, durable."""
+        file = head_path(self.path)
+        temporary = file.with_name(file.name + ".tmp")
+        kept = {
+            "head": ledger.head,
+            "rows": ledger.num_rows,
+            "max_epsilon": self.max_epsilon,
+            "max_delta": self.max_delta,
+        }
+        try:
+            with open(temporary, "w", encoding="utf-8") as out:
+                json.dump(kept, out)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(temporary, file)
+            sync_folder(file.parent)
+        except OSError as error:
+            raise LedgerError(
+                f"{file}: cannot be written ({error}); check disk space and rights"
+            ) from error
 
     def _gate(self, ledger: Ledger, events: Sequence[PrivacyEvent]) -> None:
         if self.max_epsilon is None:
@@ -132,6 +154,18 @@ def head_problems(path: Path, heads: Sequence[str]) -> list[str]:
     return [f"{file.name}: {problem}" for problem in rollback_problems(heads, head, num_rows)]
 
 
+def budget_of(path: Path) -> tuple[float | None, float | None]:
+    """Returns max-epsilon and its delta at the last charge to the ledger at `path`; None: not kept.
+
+    From the head file, which the node's owner can edit: nothing but what is shown depends on it.
+    """
+    try:
+        kept = json.loads(head_path(path).read_text(encoding="utf-8"))
+        return kept.get("max_epsilon"), kept.get("max_delta")
+    except (OSError, ValueError, AttributeError):
+        return None, None
+
+
 def head_path(path: Path) -> Path:
     """Returns where the head of the node's ledger at `path` is kept."""
     return path.with_name(path.name + ".head")
@@ -143,23 +177,6 @@ def _check_newest(path: Path, ledger: Ledger) -> None:
             f"{path}: {'; '.join(problems)}; the spent budget is unknown, so the node does not "
             f"train; restore the newest {path.name} together with its {head_path(path).name}"
         )
-
-
-def _write_head(path: Path, ledger: Ledger) -> None:
-    """Keeps head and number of rows, durable."""
-    file = head_path(path)
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as out:
-            json.dump({"head": ledger.head, "rows": ledger.num_rows}, out)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, file)
-        sync_folder(file.parent)
-    except OSError as error:
-        raise LedgerError(
-            f"{file}: cannot be written ({error}); check disk space and rights"
-        ) from error
 
 
 def _shown(epsilon: float) -> str:

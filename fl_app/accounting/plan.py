@@ -8,6 +8,7 @@ knows how many of them one client can have been asked in.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from types import MappingProxyType
@@ -29,6 +30,7 @@ VALIDATION = (
 )
 _WEAK = 20.0
 _RARE = 0.01
+_Repeats = frozenset[tuple[PrivacyEvent, int]]
 _NO_REPEATS: Mapping[PrivacyEvent, int] = MappingProxyType({})
 
 
@@ -90,7 +92,9 @@ class PrivacyPlan:
     mechanism_constants: Mapping[str, float]
     mechanism_facts: Mapping[str, str]
     warnings: tuple[str, ...]
-    _affordable: list[int] = field(init=False, repr=False, compare=False, default_factory=list)
+    _affordable: dict[_Repeats, int] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     @property
     def bound_event(self) -> PrivacyEvent | None:
@@ -185,29 +189,34 @@ class PrivacyPlan:
         if self._as_planned(after, repeats, event):
             return True
         composed = self._composed(after, event, repeats)
-        affordable = self._planned(event, self.affordable_rounds())
+        own = {e: n for e, n in repeats.items() if n and e.unit is event.unit}
+        affordable = self._composed_again(event, self.affordable_rounds(own), own)
         return (
-            _contains(self._composed(affordable, event, _NO_REPEATS), composed)
+            _contains(affordable, composed)
             or self._rdp_accepts(composed)
             or self._epsilon(self.accountant, composed) <= self.target_epsilon
         )
 
-    def affordable_rounds(self) -> int:
+    def affordable_rounds(self, repeats: Mapping[PrivacyEvent, int] = _NO_REPEATS) -> int:
         """Returns how many of the planned rounds the target allows; all without a target.
 
         Searched for once: a tight accountant takes too long to be asked before every round.
-        """
-        if not self._affordable:
-            self._affordable.append(self._count_affordable_rounds())
-        return self._affordable[0]
 
-    def _count_affordable_rounds(self) -> int:
+        Args:
+            repeats: rounds of the bound unit that are charged again besides, by event.
+        """
+        key = frozenset(repeats.items())
+        if key not in self._affordable:
+            self._affordable[key] = self._count_affordable_rounds(repeats)
+        return self._affordable[key]
+
+    def _count_affordable_rounds(self, repeats: Mapping[PrivacyEvent, int]) -> int:
         event, target = self.bound_event, self.target_epsilon
         if event is None or target is None:
             return self.num_rounds
 
         def fits(num_rounds: int) -> bool:
-            composed = self._composed(self._planned(event, num_rounds), event, _NO_REPEATS)
+            composed = self._composed_again(event, num_rounds, repeats)
             return self._epsilon(self.accountant, composed) <= target
 
         if fits(self.num_rounds):
@@ -417,6 +426,17 @@ class PrivacyPlan:
             counts, repeats, event, self.schedules[event.unit], self.cohort, self.population
         )
 
+    def _composed_again(
+        self, event: PrivacyEvent, num_rounds: int, repeats: Mapping[PrivacyEvent, int]
+    ) -> dict[PrivacyEvent, int]:
+        """Returns what is composed of the first rounds of the plan, each charged once more besides.
+
+        That is, as often as `repeats` (of the event's unit) says.
+        """
+        counts = Counter(self._planned(event, num_rounds))
+        counts.update(repeats)
+        return self._composed(counts, event, repeats)
+
     def _planned(self, event: PrivacyEvent, num_rounds: int) -> Mapping[PrivacyEvent, int]:
         """Returns how often rounds 1 to `num_rounds` charge each event of `event`'s unit."""
         return participation.in_rounds(event, self.schedules[event.unit], num_rounds)
@@ -542,7 +562,7 @@ def make_plan(
         ),
     )
     warned = replace(plan, warnings=(*plan.warnings, *_weak_rows(plan)))
-    warned._affordable.extend(plan._affordable)  # searched for above; warnings do not change it
+    warned._affordable.update(plan._affordable)  # searched for above; warnings do not change it
     return warned
 
 

@@ -163,7 +163,11 @@ class AdditiveMechanism(Mechanism):
             return self
         std = self.count_noise_std
         if std is None:
-            std = max(_COUNT_SHARE * cohort.expected, _COUNT_MULTIPLE * noise_multiplier)
+            # As many noises are in the sum; all together a fixed share of the count.
+            local = self.placement is Placement.LOCAL
+            num_noises = max(1.0, cohort.expected) if local else 1.0
+            share = _COUNT_SHARE * cohort.expected / math.sqrt(num_noises)
+            std = max(share, _COUNT_MULTIPLE * noise_multiplier)
         if std <= noise_multiplier / 2:
             raise checks.fail(
                 "mechanism.count_noise_std",

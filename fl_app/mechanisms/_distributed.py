@@ -84,9 +84,19 @@ class DistributedMechanism(Mechanism):
         """Returns W."""
         return padded_size(num_parameters)
 
-    def own_noise_multiplier(self, noise_multiplier: float) -> float:
-        """Returns the noise multiplier of one share: z / sqrt(fewest honest survivors)."""
-        return noise_multiplier / math.sqrt(self.fewest_honest)
+    def own_noise_multiplier(
+        self, noise_multiplier: float, num_parameters: int | None = None
+    ) -> float:
+        """Returns the noise std of one share / the norm of a client's integers.
+
+        That is z / sqrt(fewest honest survivors), and once P is known times C / the norm after
+        rounding: a coarse scale makes that norm much longer than C.
+        """
+        own = noise_multiplier / math.sqrt(self.fewest_honest)
+        if num_parameters is None:
+            return own
+        shares = self.shares(num_parameters)
+        return own * min(1.0, shares.scaled_norm / math.sqrt(shares.norm_squared))
 
     def can_release(self, num_answered: int) -> bool:
         """Returns whether enough shares are in the sum."""

@@ -289,3 +289,22 @@ def test_the_published_noise_at_claimed_ten_is_worth_far_less():
     ):
         events = {event(21.72, relation=relation): 20}
         assert PLD.epsilon(events, 1e-5) == pytest.approx(expected, abs=0.006)
+
+
+def test_the_traps_of_replace_one_in_the_library_are_avoided():
+    """Ten releases of z 1 to an adversary who may replace a client: sensitivity 2C, once.
+
+    The library's RDP accountant does not double it, its PLD accountant does by itself.
+    """
+    ten, delta = {event(1.0, relation=NeighboringRelation.REPLACE_ONE): 10}, 1e-5
+    exact = gaussian_epsilon(0.5 / math.sqrt(10), delta)
+    assert exact == pytest.approx(46.2, abs=0.05)
+    assert PLD.epsilon(ten, delta) == pytest.approx(exact, rel=1e-3)
+    assert exact <= RDP.epsilon(ten, delta) < 1.1 * exact
+    replace_one = dp_accounting.NeighboringRelation.REPLACE_ONE
+    trap = RdpAccountant(neighboring_relation=replace_one)
+    trap.compose(dp_accounting.GaussianDpEvent(1.0), 10)
+    assert trap.get_epsilon(delta) == pytest.approx(19.05, abs=0.01)
+    twice = PLDAccountant(neighboring_relation=replace_one, value_discretization_interval=1e-3)
+    twice.compose(dp_accounting.GaussianDpEvent(0.5), 10)
+    assert twice.get_epsilon(delta) == pytest.approx(133, abs=1)

@@ -215,7 +215,9 @@ def test_central_noise_is_refused_unless_the_node_opts_in_and_then_not_amplified
     assert (event.relation, event.noise_multiplier) == ("ZERO_OUT", 1.0)
 
 
-REFUSALS: dict[str, tuple[dict[str, object], tuple[str, ...], dict[str, float]]] = {
+OPEN = ("mechanism.noise_multiplier=null", "privacy.target_epsilon=8")
+SHARES = ("mechanism=distributed_skellam", "mechanism.min_survivors=1", "mechanism.scale=0.5")
+REFUSALS: dict[str, tuple[dict[str, object], tuple[str, ...], dict[str, float | None]]] = {
     "too little noise": ({"min_noise_multiplier": 1.5}, (), {}),
     "too large a norm": ({"max_clipping_norm": 0.5}, (), {}),
     "placement": ({"allowed_placements": "record"}, (), {}),
@@ -224,8 +226,20 @@ REFUSALS: dict[str, tuple[dict[str, object], tuple[str, ...], dict[str, float]]]
     "a larger norm than the settings say": ({}, (), {"clipping_norm": 9.0}),
     "noise that is no number": ({}, (), {"noise_multiplier": float("nan")}),
     "negative noise": ({}, ("mechanism.noise_multiplier=1",), {"noise_multiplier": -1.0}),
+    "noise that nobody has chosen": ({}, OPEN, {"noise_multiplier": None}),
+    "noise of the server that nobody has chosen": (
+        {"allowed_placements": "central", "min_noise_multiplier": 1.0},
+        ("mechanism=central_gaussian", *OPEN),
+        {"noise_multiplier": None},
+    ),
+    "shares whose rounding outgrows their noise": ({"min_noise_multiplier": 0.3}, SHARES, {}),
     "budget": ({"max_epsilon": 0.01}, (), {}),
 }
+
+
+def test_shares_with_a_fine_scale_have_the_noise_that_they_say(tmp_path: Path) -> None:
+    own = node(simulated=False, folder=tmp_path, min_noise_multiplier=0.9)
+    asked(own, (0,), *SHARES[:2], "mechanism.scale=1000", "accountant=rdp")
 
 
 @pytest.mark.parametrize("name", REFUSALS)

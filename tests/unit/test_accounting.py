@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -392,3 +393,37 @@ def test_the_classic_formula_is_marked_from_epsilon_one_on():
 def test_an_unknown_formula_is_refused():
     with pytest.raises(SettingsError, match=r"accountant\.formula=clasic: .*did you mean classic"):
         Simple(formula="clasic")
+
+
+LAPLACE = {"noise": NoiseKind.LAPLACE}
+MIXED = {
+    "once after twice": [(poisson(0.9), 2), (poisson(1.8), 1)],
+    "Laplace": [(poisson(2.0, 0.2, **LAPLACE), 3), (poisson(1.1), 1), (event(6.0, **LAPLACE), 2)],
+    "with unsampled ones": [(poisson(0.8, 0.05), 4), (event(5.0), 3), (poisson(1.3), 1)],
+    "all kinds of counts": [(poisson(z), n) for z, n in ((2, 5), (1.5, 1), (1, 4), (0.9, 1))],
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_pld_composes_steps_that_come_once_and_several_times_in_any_order(name):
+    """As a schedule does whose levels repeat, and a run of one that was killed and goes on."""
+    library = PLDAccountant(value_discretization_interval=1e-4)
+    for step, count in MIXED[name]:
+        one = (
+            dp_accounting.LaplaceDpEvent(step.noise_multiplier)
+            if step.noise is NoiseKind.LAPLACE
+            else dp_accounting.GaussianDpEvent(step.noise_multiplier)
+        )
+        sampled = step.sampling is Sampling.POISSON
+        one = dp_accounting.PoissonSampledDpEvent(step.sampling_rate, one) if sampled else one
+        library.compose(one, count)
+    expected = library.get_epsilon(1e-5)
+    for order in itertools.permutations(MIXED[name]):
+        found = PLD.epsilon(dict(order), 1e-5)
+        assert found == pytest.approx(expected, rel=2e-3, abs=1e-3)
+        assert found >= expected * (1 - 1e-3)
+
+
+def test_what_pld_cannot_compute_exactly_costs_no_more_than_without_sampling():
+    huge, always = poisson(0.5, 0.9375), event(0.5)
+    assert PLD.epsilon({huge: 343}, 0.0039) <= PLD.epsilon({always: 343}, 0.0039) * (1 + 1e-9)

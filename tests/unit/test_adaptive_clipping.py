@@ -22,6 +22,7 @@ from fl_app.client_round import check_order
 from fl_app.errors import PrivacyError, SettingsError
 from fl_app.mechanisms._additive import AdditiveMechanism
 from fl_app.overrides import compose
+from fl_app.plugins import CohortSize
 from fl_app.rng import NoiseSource
 from fl_app.run import default_directory
 from fl_app.server_run import load_settings
@@ -96,6 +97,18 @@ def test_s15_local_noise_on_every_bit_leaves_the_norm_resting_too(tmp_path: Path
     ).run()  # fmt: skip
     sent = [r.order.clipping_norm for r in made.grid.requests if 0 in r.clients]
     assert np.mean(sent[-30:]) == pytest.approx(MEDIAN, rel=0.15)
+
+
+@pytest.mark.parametrize("expected", [4.0, 100.0, 1000.0, 100_000.0])
+def test_the_counts_noise_is_a_fixed_share_of_it_whoever_adds_it(expected: float) -> None:
+    """A twentieth of the cohort in all, or twice z of each noise if that is more."""
+    cohort = CohortSize(expected=expected, largest=int(expected))
+    for kind, num_noises in (("central_gaussian", 1.0), ("local_gaussian", expected)):
+        made = compose([f"mechanism={kind}", "mechanism.target_quantile=0.5"]).mechanism
+        std = made.resolved(1.0, 10, cohort).count_noise_std  # type: ignore[attr-defined]
+        assert std >= 2.0
+        total = std * math.sqrt(num_noises)
+        assert total == pytest.approx(max(expected / 20, 2.0 * math.sqrt(num_noises)))
 
 
 def test_another_quantile_rests_elsewhere(tmp_path: Path) -> None:

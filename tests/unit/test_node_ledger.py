@@ -298,12 +298,10 @@ def test_a_row_that_was_edited_is_refused(tmp_path: Path) -> None:
 def test_a_kill_between_charge_and_head_is_one_charge_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fl_app.accounting import node_ledger as module
-
     ledger = node_ledger(tmp_path)
     ledger.charge([EVENT])
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_write_head", interrupt)
+        patch.setattr(NodeLedger, "_write_head", interrupt)
         with pytest.raises(KeyboardInterrupt):
             ledger.charge([EVENT])
     assert json.loads(head_path(ledger.path).read_text())["rows"] == 1
@@ -333,6 +331,14 @@ def test_the_ledger_of_a_node_says_what_is_spent_and_what_is_left(tmp_path: Path
     assert "RECORD against SERVER: epsilon" in view.text
     assert "request     3" in view.text
     assert ledger_view(ledger.path).values["left"] is None
+    held = node_ledger(tmp_path, max_epsilon=30.0)
+    held.charge([EVENT])
+    kept = ledger_view(ledger.path).values
+    spent = record_epsilon({EVENT: 7}, DELTA)
+    assert (kept["max_epsilon"], kept["guarantees"][0]["delta"]) == (30.0, DELTA)
+    assert kept["left"] == pytest.approx(30.0 - spent, abs=1.1e-3)
+    other = ledger_view(ledger.path, delta=DELTA / 10).values
+    assert (other["max_epsilon"], other["left"]) == (None, None)
     assert ledger_view(ledger.path, max_epsilon=1.0).values["left"] == 0.0
     for wrong in ({"delta": 0.0}, {"delta": 1e-13}, {"max_epsilon": 0.0}):
         with pytest.raises(SettingsError, match="--"):

@@ -242,6 +242,21 @@ def test_of_noise_shares_the_floor_is_about_the_nodes_own() -> None:
         check(made, *shares, f"{z}=2.9", noise_multiplier=2.9)
 
 
+def test_of_noise_shares_a_coarse_scale_counts_against_them() -> None:
+    made = policy(min_noise_multiplier=1.0)
+    z = ("mechanism.noise_multiplier=3", "mechanism.min_survivors=4")
+    for scale, fine in ((0.01, False), (1.0, False), (1000.0, True)):
+        settings = composed(
+            "mechanism=distributed_skellam", *z, f"mechanism.scale={scale}", *UNLIMITED
+        )
+        made.check(settings, order_of(settings))
+        if fine:
+            made.check(settings, order_of(settings), 650)
+            continue
+        with pytest.raises(PrivacyError, match=r"min-noise-multiplier=1\.0: "):
+            made.check(settings, order_of(settings), 650)
+
+
 def test_too_large_clipping_norms_are_refused() -> None:
     made = policy(max_clipping_norm=1.0)
     check(made, *LOCAL, *RECORD)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from fl_app.accounting import participation
 from fl_app.accounting.ledger import Ledger
 from fl_app.accounting.plan import PrivacyPlan, make_plan
 from fl_app.accounting.pld import Pld
@@ -545,5 +548,40 @@ def test_the_affordable_rounds_that_planning_found_are_not_searched_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = plan("training.noise_multiplier=1.4", "privacy.target_epsilon=2")
-    monkeypatch.setattr(PrivacyPlan, "_count_affordable_rounds", lambda _: pytest.fail("again"))
+    monkeypatch.setattr(PrivacyPlan, "_count_affordable_rounds", lambda *_: pytest.fail("again"))
     assert 0 < found.affordable_rounds() < found.num_rounds
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("training.noise_schedule=0.97", "privacy.target_epsilon=6"),
+        ("mechanism=central_gaussian", "cohort=poisson", "mechanism.noise_schedule=0.97"),
+    ],
+)
+def test_after_a_round_was_charged_again_the_gate_asks_the_accountant_once(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan(*words, "run.num_rounds=20")
+    event = made.bound_event
+    assert event is not None
+    rounds = [participation.in_round(event, made.schedules[event.unit], r) for r in range(1, 21)]
+    counts, repeats = Counter(rounds[:6]), {rounds[5]: 1}
+    counts.update(repeats)
+    assert made.within_budget(counts, repeats, round=7)
+    asked: list[int] = []
+    own = type(made)._epsilon
+
+    def count(self: PrivacyPlan, accountant: Any, composed: Any) -> float:
+        asked.append(1)
+        return own(self, accountant, composed)
+
+    monkeypatch.setattr(PrivacyPlan, "_epsilon", count)
+    last = made.affordable_rounds(repeats)
+    assert 7 < last < 20  # the second charge of round 6 costs a round at the end
+    for round in range(7, last + 1):
+        asked.clear()
+        assert made.within_budget(counts, repeats, round=round)
+        assert len(asked) <= 1  # the planned whole, which is kept
+        counts[rounds[round - 1]] += 1
+    assert not made.within_budget(counts, repeats, round=last + 1)

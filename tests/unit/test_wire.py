@@ -1,5 +1,6 @@
 """Messages: what goes in comes out, and nothing else is in them."""
 
+import json
 from collections.abc import Callable
 
 import numpy as np
@@ -35,6 +36,21 @@ def ask(model: torch.nn.Module | None = None) -> Message:
     message = wire.train_message(7, record, "{}", ORDER, [1, 3])
     message.metadata.__dict__["_message_id"] = "m1"
     return message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("round", 1.5), ("round", True), ("round", 0), ("round", "1"), ("attempt", -1),
+        ("nominal_rows", 2.5), ("noise_multiplier", "1"), ("clipping_norm", True),
+    ],
+)  # fmt: skip
+def test_an_order_with_a_value_of_another_type_is_refused(name: str, value: object) -> None:
+    message = ask()
+    config = next(iter(message.content.config_records.values()))
+    config[wire.ORDER] = json.dumps(json.loads(str(config[wire.ORDER])) | {name: value})
+    with pytest.raises(ProtocolError, match=name):
+        wire.read_train(message)
 
 
 def test_train_message_keeps_order_clients_and_plain_model_keys() -> None:
