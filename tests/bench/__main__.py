@@ -1,6 +1,7 @@
 """``python -m tests.bench --list | --all | NAME... | --baseline PRODUCT``.
 
-A NAME may be the beginning of several. Rows that another product is the baseline of run only with
+Prints each result and, at the end, all of them as one table. ``--all`` also writes ``bench.json``
+here, unless ``--json`` names another file. A NAME may be the beginning of several. Rows that another product is the baseline of run only with
 ``--baseline``, which installs nothing.
 """
 
@@ -42,9 +43,11 @@ def main() -> int:
         if arguments.readme:  # at once: a later row may fail
             report = _core.as_json({name: found[name]}, options)
             _table.write(_table.merged(_table.read(), json.loads(json.dumps(report))))
+    report = json.loads(json.dumps(_core.as_json(found, options)))
+    if found:
+        print(f"\n{_table.to_markdown(report)}")
     if arguments.json is not None:
-        text = json.dumps(_core.as_json(found, options), indent=2)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if arguments.readme and not found:
         _table.write(_table.read())
     return 1 if absent & set(arguments.baseline) else 0
@@ -65,7 +68,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="show them")
     parser.add_argument("--tiny", action="store_true", help="smallest sizes: checks results only")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each side")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything found")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write everything found (--all: bench.json)"
+    )
     parser.add_argument(
         "--readme",
         action="store_true",
@@ -80,6 +85,8 @@ def _arguments() -> argparse.Namespace:
     anything = arguments.names or arguments.all or arguments.baseline
     if unknown or not (anything or arguments.list or arguments.readme):
         parser.error(f"unknown: {unknown}; choose of {known}, --all, or --baseline {products}")
+    if arguments.all and arguments.json is None:
+        arguments.json = Path("bench.json")
     arguments.chosen = [
         k for k in known if arguments.all or any(k.startswith(n) for n in arguments.names)
     ] + [
