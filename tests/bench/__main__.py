@@ -1,8 +1,8 @@
 """``python -m tests.bench --list | --all | NAME... | --baseline PRODUCT``.
 
 Prints each result and, at the end, all of them as one table. ``--all`` also writes ``bench.json``
-here, unless ``--json`` names another file. A NAME may be the beginning of several. Rows that another product is the baseline of run only with
-``--baseline``, which installs nothing.
+here, unless ``--json`` names another file. A NAME may be the beginning of several. Rows that
+another product is the baseline of run only with ``--baseline``, which installs nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> int:
             absent.add(benchmark.product.name)
             continue
         print(f"{name}: {benchmark.title}", flush=True)
-        found[name] = benchmark.run(options)
+        found[name] = _core.run(name, options)
         print(f"  {found[name]['text']}", flush=True)
         if arguments.readme:  # at once: a later row may fail
             report = _core.as_json({name: found[name]}, options)
