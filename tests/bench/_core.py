@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
+import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -245,15 +247,25 @@ def as_json(found: dict[str, dict[str, Any]], options: Options) -> dict[str, Any
 
 
 def run(name: str, options: Options) -> dict[str, Any]:
-    """Returns what the benchmark finds in a process of its own, whatever ran before it.
+    """Returns what the benchmark finds in a program of its own, whatever ran before it.
 
     (What an earlier one left in the memory allocator moved a plain PyTorch loop by half.)
     """
     if options.tiny:
         return load(name).run(options)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_found, name, options).result()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        arguments = [name, str(options.repeats), str(out)]
+        subprocess.run([sys.executable, "-c", _ALONE, *arguments], check=True)
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
 
 
-def _found(name: str, options: Options) -> dict[str, Any]:
-    return load(name).run(options)
+_ALONE = """
+import json, sys
+from tests.bench import _core
+name, repeats, out = sys.argv[1:]
+found = _core.load(name).run(_core.Options(tiny=False, repeats=int(repeats)))
+with open(out, "w", encoding="utf-8") as file:
+    json.dump(found, file)
+"""

@@ -17,6 +17,7 @@ from tests.bench._training import (
     BATCH,
     check_against_opacus,
     dp_epoch,
+    hot_spots,
     loaded,
     mnist_or_synthetic,
     plain_epoch,
@@ -41,6 +42,7 @@ def epoch(
             ours=lambda: dp_epoch(ours, client, BATCH),
             baseline=lambda: plain_epoch(plain, data.train, rows, BATCH),
             check=lambda: check_against_opacus(ours, few),
+            profile=lambda: hot_spots(lambda: dp_epoch(ours, client, BATCH)),
         )
 
     return work

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,6 +145,16 @@ def opacus_sum(
     grads_BP = np.concatenate(samples, axis=1)
     norms_B1 = np.linalg.norm(grads_BP, axis=1, keepdims=True)
     return np.asarray((grads_BP * np.minimum(1.0, clipping_norm / norms_B1)).sum(0))
+
+
+def hot_spots(work: Callable[[], object]) -> str:
+    """Returns, in words, which of torch's operations take most of the time of `work`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        work()
+    events = sorted(found.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    total = sum(event.self_cpu_time_total for event in events)
+    shares = [f"{event.key} {100 * event.self_cpu_time_total / total:.0f} %" for event in events]
+    return f"of {total / 1e6:.2g} s in torch's operations " + ", ".join(shares[:7])
 
 
 @contextmanager
