@@ -435,3 +435,23 @@ def test_one_who_waits_gets_the_ledger_when_its_holder_is_done(path):
     with Ledger.open(path, wait_seconds=30) as waited:
         assert waited.num_rows > 5
     writer.communicate()
+
+
+def test_a_lock_file_that_its_holder_removes_meanwhile_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fstat = tmp_path / "ledger.sqlite", os.fstat
+    Ledger.create(path, "run").close()
+    lock = path.with_name(path.name + ".lock")
+    removed: list[Path] = []
+
+    def remove_first(descriptor: int) -> os.stat_result:
+        if not removed:
+            lock.unlink()
+            removed.append(lock)
+        return fstat(descriptor)
+
+    monkeypatch.setattr(os, "fstat", remove_first)
+    with Ledger.open(path):
+        assert removed
+        assert lock.exists()
