@@ -1,8 +1,9 @@
 """``python -m tests.bench --list | --all | NAME... | --baseline PRODUCT``.
 
-Prints each result and, at the end, all of them as one table. ``--all`` also writes ``bench.json``
-here, unless ``--json`` names another file. A NAME may be the beginning of several. Rows that
-another product is the baseline of run only with ``--baseline``, which installs nothing.
+Prints each result and, unless ``--tiny``, all of them as one table at the end. ``--all`` also
+writes ``bench.json`` here, if ``--json`` names no other file. A NAME may be the beginning of
+several. Rows that another product is the baseline of run only with ``--baseline``, which installs
+nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> int:
             report = _core.as_json({name: found[name]}, options)
             _table.write(_table.merged(_table.read(), json.loads(json.dumps(report))))
     report = json.loads(json.dumps(_core.as_json(found, options)))
-    if found:
+    if found and not options.tiny:
         print(f"\n{_table.to_markdown(report)}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
