@@ -69,6 +69,10 @@ def plan(
     from fl_app.server_run import plan_of
 
     words = list(overrides or [])
+    if rows_per_client is not None and not cost:
+        from fl_app import checks
+
+        raise checks.fail("--rows-per-client", rows_per_client, "says nothing without --cost")
     result = plan_of(words, show_partition=show_partition, plot_to=plot_partition)
     values, text = result.values, result.text
     if cost:

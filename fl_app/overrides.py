@@ -12,6 +12,7 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -34,6 +35,10 @@ def compose(overrides: Sequence[str]) -> Settings:
 
 def compose_mapping(overrides: Sequence[str]) -> dict[str, Any]:
     """Returns the plain nested values of ``conf/`` with Hydra `overrides` applied."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in _GROUPS:
+            _check_choice(key, value)
     try:
         values = _hydra_values(overrides)
     except (HydraException, OmegaConfBaseException) as error:
@@ -41,6 +46,39 @@ def compose_mapping(overrides: Sequence[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise SettingsError(f"{CONF_DIR}: config.yaml must be a mapping")
     return {str(k): v for k, v in values.items() if k != "experiment"}
+
+
+def check_sweep(arguments: Sequence[str]) -> None:
+    """Returns if every choice and every key of a multirun's `arguments` is known.
+
+    Raises:
+        SettingsError: one is not, or Hydra cannot read it.
+    """
+    words = [argument for argument in arguments if not argument.startswith("-")]
+    try:
+        parsed = OverridesParser.create().parse_overrides(words)
+    except HydraException as error:
+        raise _explain(error, words) from error
+    first: list[str] = []
+    for override, text in zip(parsed, words, strict=True):
+        if override.key_or_group.split(".")[0].split("/")[0] == "hydra":
+            continue
+        swept = override.is_sweep_override() and not override.is_discrete_sweep()
+        if swept:  # an interval of numbers: some sweepers know what to do with it
+            continue
+        values = list(override.sweep_string_iterator()) if override.is_sweep_override() else []
+        for value in values if override.key_or_group in _GROUPS else ():
+            _check_choice(override.key_or_group, value)
+        first.append(f"{override.key_or_group}={values[0]}" if values else text)
+    compose_mapping(first)
+
+
+def _check_choice(group: str, choice: str) -> None:
+    """Raises SettingsError unless `choice` names a file of the group; Hydra lets some others by."""
+    known = sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+    if choice == "null" and group == "experiment":
+        raise checks.fail(group, choice, "is what it is without it", "leave it out")
+    checks.one_of(group, choice, known)
 
 
 def _hydra_values(overrides: Sequence[str]) -> Any:
@@ -87,12 +125,6 @@ def split_run_config(text: str) -> list[str]:
 def _explain(error: Exception, overrides: Sequence[str]) -> SettingsError:
     """Returns Hydra's refusal as one of ours, naming the override and the nearest known key."""
     text = str(error)
-    if missing := re.search(r"Could not find '(\w+)/([^']*)'", text):
-        group, choice = missing.groups()
-        try:
-            checks.one_of(group, choice, [p.stem for p in (CONF_DIR / group).glob("*.yaml")])
-        except SettingsError as refusal:
-            return refusal
     known = _known_keys(overrides)
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fl_app import checks
 from fl_app.errors import DpflError
-from fl_app.overrides import CONF_DIR
+from fl_app.overrides import CONF_DIR, check_sweep
 from fl_app.server_run import load_settings, with_output_dir
 from fl_app.settings import Settings
 
@@ -36,11 +36,15 @@ def run_sweep(arguments: Sequence[str]) -> int:
 
     Returns:
         0 if every job ended well, else 1.
+
+    Raises:
+        SettingsError: an unknown key or choice, before the first job.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
+    check_sweep(arguments)
     failures: list[str] = []
 
     def job(config: DictConfig) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fl_app.errors import SettingsError
-from fl_app.overrides import compose, split_run_config
+from fl_app.overrides import check_sweep, compose, split_run_config
 from fl_app.privacy import PrivacyUnit
 from fl_app.settings import Settings
 
@@ -148,3 +148,39 @@ def test_unweighted_run_without_privacy_may_weight_by_examples() -> None:
     )
     assert settings.bound_unit is None
     assert settings.events() == []
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("experiment=wenzhu_laplce", r"experiment=wenzhu_laplce: must be one of .*wenzhu_laplace"),
+        ("experiment=null", r"experiment=null: .*leave it out"),
+        ("model=null", r"model=null: must be one of .*linear"),
+        ("cohort=[all,poisson]", r"must be one of all, fixed_size, poisson, round_robin"),
+    ],
+)
+def test_a_choice_that_is_not_there_is_refused_not_left_out(word: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        compose([word])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model=linear,cnnn"], r"model=cnnn: must be one of .*did you mean cnn"),
+        (["experiment=medical,fiance"], r"experiment=fiance: must be one of .*finance"),
+        (["runn.seed=1,4"], r"runn\.seed=1: unknown key; did you mean run\.seed"),
+        (["-m", "run.seed=choice(1,2)", "model=null,linear"], r"model=null: must be one of"),
+        (["model"], "overrides: "),
+    ],
+)
+def test_an_unknown_key_or_choice_of_a_sweep_is_refused_before_its_first_job(
+    words: list[str], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        check_sweep(words)
+
+
+def test_a_sweep_of_known_keys_is_accepted_whatever_their_values() -> None:
+    check_sweep(["-m", "privacy.target_epsilon=-1,4", "model=linear,cnn", "run.seed=range(1,3)"])
+    check_sweep(["experiment=medical,finance", "hydra/launcher=basic", "hydra.job.name=x"])
