@@ -105,25 +105,27 @@ def check_order(order: RoundOrder, settings: Settings) -> None:
         PrivacyError: the order's numbers are not those of the settings.
     """
     of_round = functools.partial(settings.noise_multiplier_in, round=order.round)
-    pairs = (
-        ("mechanism.noise_multiplier", order.noise_multiplier, of_round(PrivacyUnit.CLIENT)),
+    multipliers = (
+        (
+            "mechanism.noise_multiplier",
+            order.noise_multiplier,
+            of_round(PrivacyUnit.CLIENT),
+            settings.client_level,
+        ),
         (
             "training.noise_multiplier",
             order.training_noise_multiplier,
             of_round(PrivacyUnit.RECORD),
+            settings.training.private,
         ),
     )
-    noised = {
-        "mechanism.noise_multiplier": settings.client_level,
-        "training.noise_multiplier": settings.training.private,
-    }
-    for key, asked, agreed in pairs:
+    for key, asked, agreed, noised in multipliers:
         if not _same(asked, agreed):
             raise PrivacyError(
                 f"{key}={asked} asked in round {order.round}: the settings say {agreed}; "
                 "the node does not train"
             )
-        if asked is None and noised[key]:
+        if asked is None and noised:
             raise PrivacyError(
                 f"{key}=null asked in round {order.round}: the noise of a release must be a "
                 "number; the node does not train"

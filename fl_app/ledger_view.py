@@ -84,11 +84,11 @@ def _node_view(
         f"data-id {data_id}: {len(entries)} releases in {num_requests} requests\n"
         f"{statement(guarantees, None)}"
     )
-    if max_epsilon is None:
+    if left is None:
         text += (
             "\nno budget is known at this delta; name one with --max-epsilon to see what is left"
         )
-    if left is not None:
+    else:
         text += f"\nleft of max-epsilon {max_epsilon:g} (RECORD): {left:.3f}"
     return LedgerView(values=values, text=text)
 

@@ -61,15 +61,16 @@ def check_sweep(arguments: Sequence[str]) -> None:
         raise _explain(error, words) from error
     first: list[str] = []
     for override, text in zip(parsed, words, strict=True):
-        if override.key_or_group.split(".")[0].split("/")[0] == "hydra":
+        key = override.key_or_group
+        if key.startswith(("hydra.", "hydra/")):
             continue
-        swept = override.is_sweep_override() and not override.is_discrete_sweep()
-        if swept:  # an interval of numbers: some sweepers know what to do with it
-            continue
-        values = list(override.sweep_string_iterator()) if override.is_sweep_override() else []
-        for value in values if override.key_or_group in _GROUPS else ():
-            _check_choice(override.key_or_group, value)
-        first.append(f"{override.key_or_group}={values[0]}" if values else text)
+        if not override.is_sweep_override():
+            first.append(text)
+        elif override.is_discrete_sweep():  # else an interval, which some sweepers understand
+            values = list(override.sweep_string_iterator())
+            for value in values if key in _GROUPS else ():
+                _check_choice(key, value)
+            first.append(f"{key}={values[0]}")
     compose_mapping(first)
 
 

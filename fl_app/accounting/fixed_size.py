@@ -44,7 +44,7 @@ def _cgf(wholes: DoubleVector, powers: DoubleVector) -> DoubleVector:
     """Returns (order - 1) times the bound at some whole orders from 1."""
     most = int(wholes.max(initial=2))
     terms = log_binomials(tuple(wholes.tolist()), most)[:, 2:] + powers[: most - 1]
-    return np.asarray(np.logaddexp(0, _log_sums(terms)))
+    return np.asarray(np.logaddexp(0, log_sums(terms)))
 
 
 @functools.lru_cache(maxsize=8)
@@ -84,10 +84,10 @@ def _log_even_moments(z: float, most: int) -> DoubleVector:
     log_change += np.minimum(log_ratio, 0)  # |r - 1| = r (1/r - 1) where r < 1
     density = -x * x / (2 * z * z) + math.log(step / (z * math.sqrt(2 * math.pi)))
     powers = np.arange(2, most + 1, 2)
-    return _log_sums(density + powers[:, None] * log_change)
+    return log_sums(density + powers[:, None] * log_change)
 
 
-def _log_sums(terms: DoubleVector) -> DoubleVector:
+def log_sums(terms: DoubleVector) -> DoubleVector:
     """Returns the logarithm of the sum of exp(terms) along each row; -inf for a row of these.
 
     SciPy's takes several times as long.

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import dp_accounting
 import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
-from scipy.special import logsumexp
 
-from fl_app.accounting.fixed_size import fixed_size_rdp, log_binomials
+from fl_app.accounting.fixed_size import fixed_size_rdp, log_binomials, log_sums
 from fl_app.accounting.integers import integer_noise_rdp
 from fl_app.accounting.steps import fits, refuse_noise, sensitivity_multiplier, step_counts
 from fl_app.errors import AccountingError
@@ -106,7 +105,7 @@ def _integrated(z: float, rate: float, orders: DoubleVector) -> DoubleVector:
     x = np.arange(-12 * z, orders[-1] + 12 * z, step)
     ratio = np.logaddexp(math.log1p(-rate), math.log(rate) + (2 * x - 1) / (2 * z * z))
     density = -x * x / (2 * z * z) + math.log(step / (z * math.sqrt(2 * math.pi)))
-    moments: DoubleVector = logsumexp(density + orders[:, None] * ratio, axis=1)
+    moments: DoubleVector = log_sums(density + orders[:, None] * ratio)
     bound: DoubleVector = moments / (orders - 1)
     return bound
 
@@ -120,7 +119,7 @@ def _summed(z: float, rate: float) -> DoubleVector:
         + (k * k - k) / (2 * z * z)
     )
     terms += (_WHOLE[:, None] - k) * math.log1p(-rate)
-    bound: DoubleVector = logsumexp(terms, axis=1) / (_WHOLE - 1)
+    bound: DoubleVector = log_sums(terms) / (_WHOLE - 1)
     return bound
 
 

@@ -53,22 +53,20 @@ class NoProtection(Protection):
         if first is None:
             raise ProtocolError("updates=[]: a node sends at least one client's update")
         clients, weights = [first.client], [first.weight]
-        vector_P: FloatVector | DoubleVector | IndexVector = first.vector_P
-        sum_P = None if first.weight == 1 else first.weight * first.vector_P.astype(np.float64)
+        sum_P: DoubleVector | None = None
         for update in arrivals:
             if update.modulus != first.modulus:
                 raise ProtocolError("updates: must have one modulus")
             if sum_P is None:
-                sum_P = first.vector_P.astype(np.float64)
+                sum_P = _weighted(first).astype(np.float64)
             _check_size(update.vector_P.shape, sum_P.size)
-            if update.weight == 1:
-                sum_P += update.vector_P
-            else:
-                sum_P += update.weight * update.vector_P.astype(np.float64)
+            sum_P += _weighted(update)
             clients.append(update.client)
             weights.append(update.weight)
-        if sum_P is not None:
-            vector_P = sum_P if first.modulus is None else sum_P.astype(np.int64) % first.modulus
+        vector_P: FloatVector | DoubleVector | IndexVector
+        vector_P = _weighted(first) if sum_P is None else sum_P
+        if sum_P is not None and first.modulus is not None:
+            vector_P = sum_P.astype(np.int64) % first.modulus
         return ProtectedUpdate(
             round=round,
             clients=tuple(clients),
@@ -108,6 +106,13 @@ class NoProtection(Protection):
             num_answered=sum(len(u.clients) for u in kept),
             dropped=tuple(c for u in updates if id(u) in left_out for c in u.clients),
         )
+
+
+def _weighted(update: PrivatizedUpdate) -> FloatVector | DoubleVector | IndexVector:
+    """Returns the update itself, or in float64 times its weight if that is not 1."""
+    if update.weight == 1:
+        return update.vector_P
+    return update.weight * update.vector_P.astype(np.float64)
 
 
 def _sum_into(sum_P: DoubleVector, updates: Sequence[ProtectedUpdate]) -> bool:

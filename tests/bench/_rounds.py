@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from fl_app import rng, wire
 from fl_app.client_policy import home
 from fl_app.models import build_model
+from fl_app.parallel import one_torch_thread
 from fl_app.settings import Settings
 from fl_app.stages import CohortSum, DoubleVector, LoadedData, ProtectedUpdate, RoundOrder
 from fl_app.training._batches import layout_of
@@ -58,10 +59,13 @@ def summed(
     """
     nodes = sorted(grid.get_node_ids())
     arrays, text = wire.model_record(model.state_dict()), settings.to_wire()
-    asked = {n: [c for c in clients if c % len(nodes) == p] for p, n in enumerate(nodes)}
+    asked = (
+        {n: [c for c in clients if c % len(nodes) == p] for p, n in enumerate(nodes)}
+        if roster is None
+        else roster.group(clients)
+    )
     messages = [
-        wire.train_message(node, arrays, text, order, share)
-        for node, share in (roster.group(clients) if roster else asked).items()
+        wire.train_message(node, arrays, text, order, share) for node, share in asked.items()
     ]
     updates = [wire.read_train_reply(reply) for reply in grid.send_and_receive(messages)]
     total = 0
@@ -81,16 +85,14 @@ def released(total: CohortSum, settings: Settings, order: RoundOrder) -> DoubleV
 
 def passes(model: nn.Module, batches: Sequence[Sequence[torch.Tensor]], workers: int) -> str:
     """Returns, in words, what the passes over a round's batches take without DP and engine."""
-    lay_out, threads = layout_of(model), torch.get_num_threads()
-    torch.set_num_threads(1)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        for inputs, labels in batches:
-            cross_entropy(model(lay_out(inputs)), labels).backward()
-        seconds.append(time.perf_counter() - start)
+    lay_out, seconds = layout_of(model), []
+    with one_torch_thread():
+        for _ in range(3):
+            start = time.perf_counter()
+            for inputs, labels in batches:
+                cross_entropy(model(lay_out(inputs)), labels).backward()
+            seconds.append(time.perf_counter() - start)
     model.zero_grad()
-    torch.set_num_threads(threads)
     least = statistics.median(seconds)
     return (
         f"forward and backward passes over the same {len(batches)} batches alone, in plain PyTorch "

@@ -33,10 +33,9 @@ from fl_app.overrides import compose
 from fl_app.protection.none import NoProtection
 from fl_app.stages import DoubleVector, FloatVector, ProtectedUpdate
 from strategies.dp_fedavg import DPFedAvg
-from strategies.roster import Roster
 from strategies.server_optimizers.sgd import ServerSgd
 from tests.bench._core import Benchmark, Line, Options
-from tests.bench._rounds import load, network
+from tests.bench._rounds import joined, load, network
 from tests.bench._runs import resident
 
 COHORT, TIMED = 10, 5
@@ -196,17 +195,15 @@ def _strategy(folder: Path, hidden: str) -> Iterator[tuple[DPFedAvg, LocalGrid, 
         return wire.model_record(model.state_dict())
 
     parameters_P = flat_parameters(model).astype(np.float64)
-    roster = Roster(settings.federation, settings.to_wire())
     ledger = Ledger.create(folder / "ledger.sqlite", "bench")
     try:
         with LocalGrid(COHORT, 0) as grid:
-            roster.gather(grid)
             plan = make_plan(settings, 10, num_parameters=parameters_P.size)
             strategy = DPFedAvg(
                 settings=settings,
                 plan=plan,
                 ledger=ledger,
-                roster=roster,
+                roster=joined(grid, settings),
                 parameters_P=parameters_P,
                 optimizer_state={},
                 to_arrays=to_arrays,

@@ -1,28 +1,12 @@
-"""Work on long vectors in parts, and the memory that a process keeps."""
+"""The memory that a process keeps; work on long vectors in parts is tested in test_rng.py."""
 
 from __future__ import annotations
 
 import ctypes
 
-import numpy as np
 import pytest
 
 from fl_app import parallel
-
-
-@pytest.mark.parametrize("size", [0, 1, parallel.BLOCK - 1, 3 * parallel.BLOCK + 5])
-@pytest.mark.parametrize("part", [1 << 12, 1 << 16])
-def test_parts_cover_every_element_once_and_are_no_longer_than_asked(size: int, part: int) -> None:
-    seen = np.zeros(size)
-    lengths: list[int] = []
-
-    def count(where: slice) -> None:
-        seen[where] += 1
-        lengths.append(where.stop - where.start)
-
-    parallel.each_part(size, count, part)
-    assert (seen == 1).all()
-    assert max(lengths, default=0) <= part
 
 
 class _Library:

@@ -234,16 +234,20 @@ def test_an_error_in_one_thread_is_raised_and_leaves_torchs_threads_as_they_were
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("size", [0, 1, 32768, 32769, 200_000])
-def test_parts_cover_a_vector_once(size: int, num_threads: int) -> None:
+@pytest.mark.parametrize("most", [1 << 12, parallel._PART, 1 << 16])
+def test_parts_cover_a_vector_once(size: int, num_threads: int, most: int) -> None:
     counts = np.zeros(size)
+    lengths: list[int] = []
 
     def count(part: slice) -> None:
         counts[part] += 1
+        lengths.append(part.stop - part.start)
 
     with torch_threads(num_threads):
-        parallel.each_part(size, count)
+        parallel.each_part(size, count, most)
         assert len(parallel.shares(size)) <= num_threads
     np.testing.assert_array_equal(counts, np.ones(size))
+    assert max(lengths, default=0) <= most
 
 
 def test_no_radius_is_the_root_of_a_negative_number() -> None:

@@ -33,12 +33,11 @@ def test_it_is_the_curve_of_the_library(noise: NoiseKind, z: float, rate: float)
     grid = 1e-2 / z
     ours = sampled_noise(noise, z, rate, grid)
     theirs = LIBRARY[noise](z, value_discretization_interval=grid, sampling_prob=rate)
-    np.testing.assert_allclose(
-        ours.get_delta_for_epsilon(EPSILONS),
-        theirs.get_delta_for_epsilon(EPSILONS),
-        rtol=0,
-        atol=1e-10,  # rounding differs from processor to processor
-    )
+    for epsilon in EPSILONS:
+        expected = theirs.get_delta_for_epsilon(epsilon)
+        # Below 0 deltas are near 1, and their rounding differs from processor to processor.
+        near = pytest.approx(expected, rel=0, abs=1e-12 if epsilon >= 0 else 1e-10)
+        assert ours.get_delta_for_epsilon(epsilon) == near
     for delta in (1e-2, 1e-5, 1e-9):
         expected = theirs.get_epsilon_for_delta(delta)
         assert ours.get_epsilon_for_delta(delta) == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -90,7 +89,9 @@ def test_composed_curves_are_those_of_the_library() -> None:
     assert theirs is not None
     for delta in (1e-3, 1e-6, 1e-9):
         expected = theirs.get_epsilon_for_delta(delta)
-        assert ours.get_epsilon_for_delta(delta) == pytest.approx(expected, rel=1e-6)
+        # A transform's rounding counts for more in the tail, and differs between processors.
+        rel = 1e-8 if delta > 1e-9 else 1e-7
+        assert ours.get_epsilon_for_delta(delta) == pytest.approx(expected, rel=rel)
 
 
 def test_what_a_composition_cuts_off_moves_up_and_is_not_lost() -> None:
